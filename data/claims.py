@@ -2,7 +2,7 @@
 
 Values follow from a field report's speeds (`report/`), published vocabularies and configurations, records of
 `tests/benchmarks`, costs of named machines and toy models. An interval is `[value, low, high, n]`; null marks a value
-that is not available. `specnb.book.claims.fixed_values` reads them.
+that is not available. `specnb.book.claims.read_fixed` reads them.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from specnb.book.claims import report
 from specnb.book.rollback import mebibytes
@@ -23,6 +24,7 @@ from specnb.io import read_json
 from specnb.lm import toy
 from specnb.measure.bench import interval, rate
 from specnb.measure.cost import NAMED, Cost
+from specnb.medusa.tree import PUBLISHED
 from specnb.prompts import prompts
 from specnb.ssm import memory
 
@@ -44,7 +46,8 @@ PAIRS = {
 def derive() -> dict[str, Any]:
     """Return all values by name."""
     values = derive_report(report.read_runs()) | derive_sizes() | derive_hybrid() | derive_pairs()
-    return values | derive_cure(SameInputDrafter) | derive_mixture() | derive_quant_gap() | derive_loose()
+    values |= derive_cure(SameInputDrafter) | derive_mixture() | derive_quant_gap() | derive_loose()
+    return values | derive_heads()
 
 
 def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
@@ -194,6 +197,19 @@ def derive_loose() -> dict[str, Any]:
         gain = interval([*zip(rounds["suffix"], rounds["suffix, loose"], strict=True)], rate)
         values[f"loose_{content}"] = [*gain, len(rounds)]
     return values
+
+
+def derive_heads() -> dict[str, Any]:
+    """Return the acceptance of published heads in chains of 1 to 4, and whether AdamW steps without a gradient."""
+    chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
+    frozen = torch.ones(2)
+    optimizer = torch.optim.AdamW([frozen])
+    optimizer.step()
+    return {
+        "overall": [chains[-1], chains.min(), chains.max(), len(chains)],
+        "chains": dict(zip(("one", "two", "three", "four"), chains.tolist(), strict=True)),
+        "optimized": bool(optimizer.state or (frozen != 1).any()),
+    }
 
 
 def _spread(ks: pd.Series) -> list[float]:

@@ -1,4 +1,5 @@
-"""Many runs of notebooks, on one machine or many, and tables over what they left.
+"""Many runs of notebooks, on one machine or several, and tables over their records.
 
-It knows how a notebook is run (`book.engine`) and where records lie (`store`), not what a notebook measures.
+It uses `book.engine` to run notebooks and `store` to find records; it does not depend on what a
+notebook measures.
 """

@@ -27,7 +27,8 @@ from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
 
-MAX_ROUNDS, MAX_K = 10**6, 512
+MAX_ROUNDS = 10**6
+MAX_K = 512
 """Rounds in a request, and draft tokens in a round, at most."""
 MAX_CELLS = 5 * 10**7
 """Tokens of a file times its largest K at most: `Request.recording` has two entries for each."""
@@ -55,7 +56,9 @@ class Request(NamedTuple):
         Where the drafter proposed fewer tokens than the log's K, or none, it proposes as many at
         any K.
         """
-        n, right, start = self.n_tokens, np.nan_to_num(self.right(), nan=gaps).tolist(), 0
+        n = self.n_tokens
+        right = np.nan_to_num(self.right(), nan=gaps).tolist()
+        start = 0
         offered = [min(k_max, left) for left in reversed(range(n))]
         logged_k = max(1, max(self.drafted))
         for accepted, drafted in zip(self.accepted, self.drafted, strict=True):
@@ -63,7 +66,8 @@ class Request(NamedTuple):
                 offered[start] = min(offered[start], drafted)
             start += accepted + 1
         keep = tuple(tuple(right[i : i + most]) for i, most in enumerate(offered))
-        ids, pieces = tuple(range(n)), (b"",) * n
+        ids = tuple(range(n))
+        pieces = (b"",) * n
         return Recording("", "", "", "", 0.0, 0, k_max, n, b"", ids, pieces, keep, tuple(offered))
 
 
@@ -222,13 +226,15 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
     `tau_low` and `tau_high` that none and that all are, and so do `low` and `high`, with the
     interval over requests. `own` marks the log's K.
     """
-    ks, logged = range(1, k_max + 1), max(max(request.drafted) for request in requests)
+    ks = range(1, k_max + 1)
+    logged = max(max(request.drafted) for request in requests)
     usual = float(np.nanmean(np.concatenate([request.right() for request in requests])))
     filled = []  # for each way to fill the gaps and each K the counts of all requests
     for gaps in (usual, 0.0, 1.0):
         of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
         filled.append(zip(*of_requests, strict=True))
-    rows, n = [], len(requests)
+    rows = []
+    n = len(requests)
     for cost, (k, *counts) in product(costs, zip(ks, *filled, strict=True)):
         taus = [sum(c.n_tokens for c in of_gaps) / sum(c.rounds for c in of_gaps) for of_gaps in counts]
         middle, never, always = (_speedup(of_gaps, cost) for of_gaps in counts)

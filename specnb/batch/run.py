@@ -1,7 +1,7 @@
-"""One run of a sweep, in a process of its own: what crashes, hangs or is killed there ends that run only.
+"""One run of a sweep in its own process: a crash, a hang or a kill ends only that run.
 
-`execute` starts the process and reads how it ended. The process ends, too, when whoever started it is gone: it reads
-that from its standard input.
+`execute` starts the process and reads how it ended. The process also ends when its parent is gone,
+which it notices at the end of its standard input.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 GRACE_S = 20.0
-"""A run that is told to end saves what it has; then it ends in any case."""
+"""Time in which an interrupted run may save its outcome before it is ended."""
 INTERRUPTED = 130
 
 
@@ -32,9 +32,10 @@ Status = Literal["completed", "skipped", "failed", "timed out", "killed"]
 
 
 class Job(NamedTuple):
-    """One run: `folder` is where it will lie below `results`, which is a folder or s3://BUCKET/PREFIX.
+    """One run of a notebook; `results` is a folder or s3://BUCKET/PREFIX, and `folder` is inside it.
 
-    `limit_s` bounds the whole run; one whose kernel or process dies is begun again up to `retries` times.
+    `limit_s` limits the whole run. A run whose kernel or process dies is started again up to `retries`
+    times.
     """
 
     notebook: str
@@ -52,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a run; `skipped`: an earlier run had completed. `error` is one line, "" where there was none."""
+    """The end of a run; `skipped` means that an earlier run had completed. `error` is one line, or ""."""
 
     run_id: str
     params: dict[str, Any]
@@ -68,7 +69,7 @@ class Ended(NamedTuple):
 
 
 def place(results: str) -> tuple["FileSystem", str]:
-    """Return the filesystem of a results folder, local or s3://…, and the path there."""
+    """Return the filesystem of a results folder (local or s3://…) and the path in it."""
     from pyarrow import fs
 
     with reading(results):
@@ -76,9 +77,9 @@ def place(results: str) -> tuple["FileSystem", str]:
 
 
 def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
-    """Return whether a run with these parameters has completed, with `same_notebook` of this very notebook.
+    """Return whether a run with these parameters has completed; with `same_notebook`, of the same file.
 
-    Raises InputError where the results cannot be read.
+    Raises InputError if the results cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
@@ -89,14 +90,17 @@ def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
 
 
 def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
-    """Run a job in a process of its own, which is in `running` meanwhile; closing its stdin stops it."""
+    """Run a job in its own process, which is in `running` while it runs; closing its stdin ends it."""
     clock = time.perf_counter()
     for attempt in range(1, job.retries + 2):
         with tempfile.TemporaryFile() as complaints:
             process = subprocess.Popen(
-                [sys.executable, "-m", "specnb.batch.run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=complaints, start_new_session=True,  # Ctrl-C is for the sweep, which ends its runs
-            )  # fmt: skip
+                [sys.executable, "-m", "specnb.batch.run"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                start_new_session=True,  # Ctrl-C goes to the sweep, which ends its runs
+            )
             running.add(process)
             timer = threading.Timer(job.limit_s or threading.TIMEOUT_MAX, process.stdin.close)
             try:
@@ -113,27 +117,29 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
         status, error = _judge_end(job, json.loads(outcome), code, last)
         if status != "killed" or attempt > job.retries:
             break
-        time.sleep(attempt)  # what died may still hold the folder
+        time.sleep(attempt)  # the dead process may still hold the lock of the folder
     return Ended(job.run_id, job.params, status, time.perf_counter() - clock, error, attempt, job.folder)
 
 
 def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
-    """Judge by the notebook's outcome, {} where the process did not get so far, its exit code and last line."""
-    problem = outcome.get("error") or {"kind": "", "message": last}
-    error = f"{problem['kind']} {problem['message']}".strip()
+    """Return status and error from the outcome ({} if there is none), the exit code and the last line."""
+    from specnb.book.engine import format_error
+
     if outcome.get("status") == "completed":
         return "completed", ""
     if code == INTERRUPTED:
         return "timed out", f"not ended after {job.limit_s} s"
-    if code == 2 or problem["kind"] not in ("", "DeadKernelError"):
-        return "failed", error
-    return "killed", error or f"its process ended with {code}"
+    if problem := outcome.get("error"):
+        return "killed" if problem["kind"] == "DeadKernelError" else "failed", format_error(problem)
+    if code == 2:
+        return "failed", last
+    return "killed", last or f"its process ended with {code}"
 
 
 def run_job() -> None:
-    """Run the job that stands on the first line of stdin; Ctrl-C when stdin closes. Writes the outcome as JSON."""
+    """Run the job on the first line of stdin, interrupt it when stdin closes, print the outcome as JSON."""
     job = Job(*json.loads(sys.stdin.readline()))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # where the sweep runs in the background it is ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background ignores it
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     from specnb.book.engine import run_notebook
 
@@ -141,7 +147,7 @@ def run_job() -> None:
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
             outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
-            if remote and (outcome.status == "completed" or not has_completed(job)):  # that stays until one completes
+            if remote and (outcome.status == "completed" or not has_completed(job)):  # a completed run is not replaced
                 _upload(Path(outcome.output).parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")
@@ -155,11 +161,11 @@ def _interrupt_at_end_of_input() -> None:
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
-    os._exit(INTERRUPTED)  # the kernel sees that its parent is gone
+    os._exit(INTERRUPTED)  # the kernel ends when its parent is gone
 
 
 def _upload(folder: Path, system: "FileSystem", path: str) -> None:
-    """Copy the files of a run; the outcome comes last, so that a run which has one is whole."""
+    """Copy the files of a run, the outcome last: a run with an outcome is complete."""
     files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.name == store.OUTCOME)
     for file in files:
         with system.open_output_stream(f"{path}/{file.relative_to(folder).as_posix()}") as stream:

@@ -1,10 +1,10 @@
-"""A notebook over a grid of parameters: in turn, some at once, or on the workers of a dask cluster.
+"""Run a notebook over a grid of parameters: one by one, in parallel, or on a dask cluster.
 
     batch = Batch(notebook="01_k_sweep", budget="quick", grid={"seed": [0, 1, 2], "drafter": ["lookup", "self"]})
     ended = list(sweep(jobs(batch, results="results"), workers=2))
 
-The folder of a run follows from notebook and parameters. So a second call skips what has completed, and a sweep that
-was interrupted, or lost a machine, goes on where it was.
+The folder of a run depends on notebook and parameters only. A second call therefore skips completed
+runs, and continues a sweep that was interrupted or lost a machine.
 """
 
 import time
@@ -29,9 +29,7 @@ MAX_RUNS = 10_000
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
-    """A notebook to run, `parameters` that all runs share, and for each name of the `grid` its values.
-
-    There is a run for each combination of these.
+    """A notebook, the `parameters` that all runs share, and a `grid` of values: one run per combination.
 
     >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
     4
@@ -44,23 +42,23 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_batch(path: Path) -> Batch:
-    """Return the batch in a YAML file; values without quotes are read as on the command line.
+    """Read a batch from a YAML file; values without quotes are parsed as on the command line.
 
-    Raises InputError for anything else, for a key that comes twice and for an alias (`*name`).
+    Raises InputError for any other content, for a repeated key and for an alias (`*name`).
     """
     with reading(f"{path}: the YAML"):
         text = read_text(path)
         for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):  # it may contain itself, or grow exponentially
+            if isinstance(event, yaml.AliasEvent):  # aliases may be recursive, or grow exponentially
                 raise ValueError(f"alias {event.anchor!r}: write its value out")
         document = (node := yaml.compose(text)) and _value_of(node)
     return validated(Batch, document, str(path))
 
 
 def _value_of(node: yaml.Node) -> Any:
-    """Return the value of a YAML node; `parsed` reads scalars without quotes, an empty one is None.
+    """Return the value of a YAML node; scalars without quotes go through `parsed`, an empty one is None.
 
-    Raises ValueError for a key that comes twice, with its line.
+    Raises ValueError for a repeated key, with its line.
     """
     if node.id == "scalar":
         return node.value if node.style else parsed(node.value or "null")
@@ -75,9 +73,9 @@ def _value_of(node: yaml.Node) -> Any:
 
 
 def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:
-    """Return the batch of a command line: a text with commas, or a list, is a run for each of its parts.
+    """Return the batch of a command line: a text with commas, or a list, gives one run per item.
 
-    A parameter that is a list itself takes one list, or several as a list of lists.
+    For a parameter that is itself a list, give one list, or several as a list of lists.
     """
     usual = defaults(read_notebook(find_notebook(notebook)))
     grid = {name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()}
@@ -93,9 +91,9 @@ def _values(value: Any, is_list: bool) -> list[Any]:
 
 
 def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
-    """Return a job for each combination, each checked as `specnb run` does; one that comes twice counts once.
+    """Return one job per combination, checked as in `specnb run`, without duplicates.
 
-    Raises InputError for what cannot be used, for no runs and for more than MAX_RUNS.
+    Raises InputError for bad parameters, for no runs and for more than MAX_RUNS.
     """
     source = read_notebook(find_notebook(batch.notebook))
     if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
@@ -107,7 +105,8 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
     for values in product(*batch.grid.values()):
         params = batch.parameters | dict(zip(batch.grid, values, strict=True))
         params, resolved = resolve_params(source, params, batch.budget)
-        run_id, budget = store.run_id(source.path.stem, resolved), resolved.get("budget")
+        run_id = store.run_id(source.path.stem, resolved)
+        budget = resolved.get("budget")
         by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries)
     return list(by_id.values())
 
@@ -115,11 +114,12 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
 def run_sweep(
     chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None
 ) -> Iterator[Ended]:
-    """Run the jobs that have not completed, and yield each as it ends, those first that had completed before.
+    """Run the jobs that have not completed; yield each as it ends, after those that had completed before.
 
-    `workers` at once on this machine; or on the cluster of a dask `scheduler` (tcp://HOST:PORT), where each run takes
-    these `resources` of a worker, such as GPU=1. An interrupt ends what runs here; on a cluster it ends what waits.
-    Raises FetchError where no scheduler answers.
+    Up to `workers` jobs run in parallel on this machine, or the jobs run on the cluster of a dask
+    `scheduler` (tcp://HOST:PORT), where each takes these `resources` of a worker, such as GPU=1. An
+    interrupt ends all jobs on this machine, and waiting jobs on a cluster. Raises FetchError if the
+    scheduler does not answer.
     """
     todo = []
     for job in chosen:
@@ -138,16 +138,16 @@ def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
         try:
             for future in as_completed(futures):
                 yield future.result()
-        finally:  # an interrupt, or nobody wants the rest
+        finally:  # after an interrupt, or if the caller stops iterating
             pool.shutdown(wait=False, cancel_futures=True)
-            while not all(future.done() for future in futures):  # one may be about to start
+            while not all(future.done() for future in futures):  # a process may be about to start
                 for process in list(running):
                     process.stdin.close()
                 time.sleep(0.1)
 
 
 def _on_dask(scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]) -> Iterator[Ended]:
-    """A worker that dies takes its process along; dask gives the job to another one."""
+    """Run jobs on a cluster; if a worker dies, its process ends, and dask gives the job to another."""
     import distributed
 
     try:
@@ -160,7 +160,8 @@ def _on_dask(scheduler: str, resources: Mapping[str, float] | None, todo: Sequen
         }
         try:
             for future in distributed.as_completed(jobs):
-                job, error = jobs[future], future.exception()
+                job = jobs[future]
+                error = future.exception()
                 killed = Ended(job.run_id, job.params, "killed", error=str(error), folder=job.folder)
                 yield killed if error else future.result()
         finally:

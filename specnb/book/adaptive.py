@@ -1,4 +1,4 @@
-"""Tables and figures of notebook 02: controllers against the best fixed K, and K over time."""
+"""Tables and figures of notebook 02: controllers compared with the best fixed K, and K over time."""
 
 from collections.abc import Sequence
 from math import nan
@@ -9,8 +9,8 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import MISSING, Estimate, Values
-from specnb.book.style import COLOURS, arms, dots, dress, looks, readable
+from specnb.book.claims import Estimate
+from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
 from specnb.book.tables import baseline
 from specnb.errors import InputError
 from specnb.measure.adaptive import SWITCHING, ControllerStudy, controllers, cost_of, switches
@@ -21,38 +21,42 @@ from specnb.measure.machines import machines
 from specnb.measure.replay import counts_of, route, walk_recording
 from specnb.records import RunRecord
 
-SPEEDUP, SAME_ENGINE = "best fixed K: speed-up", "best fixed K: speed-up, same engine"
-REPORT_MACHINE = "96-core EPYC"
-"""The field report's server, as `measure.cost` names it."""
+SPEEDUP = "best fixed K: speed-up"
+SAME_ENGINE = "best fixed K: speed-up, same engine"
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
-    """Index machine, drafter and policy, one column per content: speed as a share of the best fixed K's.
+    """Return the speed of each policy relative to the best fixed K: index machine, drafter, policy; columns contents.
 
-    The best K is chosen in hindsight for each content (K = 0, plain decoding, included); two rows hold that K and its
-    speed-up: on this machine over the record's `baseline`, and in a third row over plain decoding in the same engine.
+    The best K is chosen in hindsight for each content; K = 0 (plain decoding) is included. Two more
+    rows hold that K and its speed-up: on this machine over the record's `baseline`, and in a third row
+    over plain decoding in the same engine.
     """
     rows = pd.DataFrame(record.measurements["replay"])
     is_best = rows["kind"] == "fixed"
     best = rows[is_best]
     here = best["machine"] == THIS_MACHINE
-    # of each case the best fixed K stands first
+    # the best fixed K is the first row of each case
     shares = rows["speedup"] / rows.groupby(["machine", "drafter", "content"])["speedup"].transform("first")
-    rows = pd.concat([
-        best.assign(policy="best fixed K", speedup=best["policy"].str.removeprefix("best fixed K = ").astype(float)),
-        best.assign(policy=SPEEDUP, speedup=best["speedup"].mask(here, best["speedup"] * baseline(record).share)),
-        best[here].assign(policy=SAME_ENGINE),
-        rows.assign(speedup=shares)[~is_best],
-    ]).sort_index(kind="stable")  # fmt: skip
+    rows = pd.concat(
+        [
+            best.assign(
+                policy="best fixed K", speedup=best["policy"].str.removeprefix("best fixed K = ").astype(float)
+            ),
+            best.assign(policy=SPEEDUP, speedup=best["speedup"].mask(here, best["speedup"] * baseline(record).share)),
+            best[here].assign(policy=SAME_ENGINE),
+            rows.assign(speedup=shares)[~is_best],
+        ]
+    ).sort_index(kind="stable")
     index = ["machine", "drafter", "policy"]
     return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
 
 
 def routed(record: RunRecord) -> pd.DataFrame:
-    """The router on each machine and content against the best drafter at its best K, and against plain decoding.
+    """Compare the router, by machine and content, with the best drafter at its best K and with plain decoding.
 
-    Both are chosen in hindsight for the content. Ratios of times with intervals over texts, paired; `drafted by` are
-    the rounds of each arm.
+    Drafter and K are chosen in hindsight for the content. The columns are ratios of times with
+    intervals over paired texts; `drafted by` counts the rounds of each arm.
     """
     rows = []
     for row in record.measurements["routed"]:
@@ -65,13 +69,15 @@ def routed(record: RunRecord) -> pd.DataFrame:
 
 
 def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
-    """Every round of the router on a machine through all texts in turn: token, arm, content, speed.
+    """Return one row per round of the router through all texts in turn: token, arm, content, speed.
 
-    `speed` is over plain decoding, of the last 24 tokens or so.
+    `speed` is relative to plain decoding, over about the last 24 tokens.
     """
     record, trace = study
     costs = {name: machines(cost_of(record, name))[machine] for name in record.measurements["c"]}
-    step_s, rows, start = next(iter(costs.values())).curve.seconds(1), [], 0
+    step_s = next(iter(costs.values())).curve.seconds(1)
+    rows = []
+    start = 0
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
             n = step.n_accepted + 1
@@ -85,9 +91,9 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
 
 
 def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
-    """Speed over plain decoding along the stream, each content named, and below it the arm of every round."""
+    """Draw the speed over plain decoding along the stream, with the contents, and the arm of every round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLOURS[0])
+    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLORS[0])
     arms_below = px.scatter(frame, x="token", y=frame["arm"].map(readable), **looks("arm", sorted(frame["arm"]), by=()))
     arms_below.update_traces(marker_symbol="line-ns-open", marker_size=8)
     figure.add_traces(arms_below.data, rows=2, cols=1)
@@ -96,9 +102,10 @@ def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
-    """The lowest share of the best fixed K over the contents, by machine, drafter and policy, and its content.
+    """Return the content on which each policy is worst compared with the best fixed K, and that share.
 
-    `low` and `high` are an interval over that content's texts, paired with the same text at the best K.
+    One row per machine, drafter and policy. `low` and `high` are an interval over the texts of that
+    content, paired with the same texts at the best K.
     """
     rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
@@ -119,23 +126,25 @@ def _seconds(record: RunRecord) -> pd.DataFrame:
 
 
 def draw_worst(table: pd.DataFrame) -> go.Figure:
-    """Each policy's lowest share of the best fixed K's speed over the contents, a mark for each machine."""
+    """Draw the table `worst`: one mark per machine."""
     rows = table.reset_index()
     rows["policy"] += ", " + rows["drafter"].map(readable)
     rows = rows.sort_values(["drafter", "policy"])
-    return dress(dots(rows, x="worst", y="policy", by="machine", **arms(rows, "worst", axis="x")), "worst")
+    return dress(dots(rows, x="worst", y="policy", by="machine", **error_bars(rows, "worst", axis="x")), "worst")
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
-    """Every live generation beside its replay: rounds, tokens drafted and kept; `same` where all three are equal.
+    """Compare every live generation with its replay: `same` is True if rounds, drafted and accepted are equal.
 
-    Greedy and from the same controller fresh for each prompt, so with lookup they are the same, integer for integer,
-    unless the live text forked from the plain one at a near-tie (`same_text` is then False). A controller that reads a
-    draft model's confidence may stop elsewhere after a wrong draft. A draft model whose forwards of two tokens round
-    otherwise than its steps may draft another token at a near-tie of its own: then `near_tie` is True (False would be
-    a fault); it is missing where no drafted token differs.
+    Both are greedy and start with a fresh controller per prompt, so with lookup they are equal, unless
+    the live text diverged from plain decoding at a near-tie (`same_text` is then False). A draft model
+    whose passes over two tokens round differently from its single steps may draft another token at a
+    near-tie of its own: `near_tie` is then True (False would be a fault). It is missing if no drafted
+    token differs. A controller that reads the confidence of a
+    draft model may stop at another token after a rejected draft.
     """
-    generations, forks = study.record.generations, study.record.measurements["draft_forks"]
+    generations = study.record.generations
+    forks = study.record.measurements["draft_forks"]
     near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}
     rows = []
     for g in (g for g in generations if g.k):
@@ -143,21 +152,26 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
         control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
         counts = counts_of(recording, walk_recording(recording, control))
         live = {"rounds": len(g.rounds), "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens}
-        rows.append({"content": g.category, "drafter": g.drafter, "policy": g.controller} | live | {
-            "same": live.items() <= counts._asdict().items(),
-            "same_text": g.token_ids == baseline_of(generations, g).token_ids,
-            "near_tie": near_ties.get((g.prompt_id, g.drafter, g.controller)),
-        })  # fmt: skip
+        rows.append(
+            {"content": g.category, "drafter": g.drafter, "policy": g.controller}
+            | live
+            | {
+                "same": live.items() <= counts._asdict().items(),
+                "same_text": g.token_ids == baseline_of(generations, g).token_ids,
+                "near_tie": near_ties.get((g.prompt_id, g.drafter, g.controller)),
+            }
+        )
     return pd.DataFrame(rows)
 
 
 def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
-    """K of every round through the switching conversation: policy, token (position in its answers), k, content."""
+    """Return K for every round of the switching conversation: policy, token (position), k, content."""
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
-    rows, start = [], 0
+    rows = []
+    start = 0
     for recording in recordings:
         for policy in policies:
             steps = walk_recording(recording, fresh[policy])
@@ -167,42 +181,24 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
 
 
 def k_over_time(frame: pd.DataFrame, *, title: str) -> go.Figure:
-    """Drafted tokens of each round over the position in the answers, with the contents named above their stretch."""
+    """Draw the drafted tokens of each round over the position in the answers, with the contents above."""
     figure = px.line(frame, x="token", y="k", line_shape="hv", **looks("policy", frame["policy"], by=["line_dash"]))
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     return dress(figure, "k_over_time", title=title)
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
-    """Draw a line where each content begins, with its name above; neighbours stand at two heights."""
+    """Draw a line where each content begins, with its name above; names alternate between two heights."""
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
         figure.add_vline(
-            start.token, line_dash="dot", line_color="#bbb", line_width=1, annotation_text=start.content,
-            annotation_font_size=11, annotation_y=1 + 0.06 * (at % 2), annotation_yref="y domain",
-            annotation_yanchor="bottom", **panel,
-        )  # fmt: skip
-
-
-def adaptive_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 02 are judged by.
-
-    `rolling` and `content_k` are speeds as a share of the best fixed K's, for the draft model on the report's machine;
-    `lost` is the share of all cases of which the best fixed K is 0.
-    """
-    least = worst(record).groupby("policy")["worst"].agg(["min", "max"])
-    best = pd.DataFrame(record.measurements["replay"]).query("kind == 'fixed'")["policy"].str.endswith(" = 0")
-    return {
-        "rolling": share_of_best(record, "rolling acceptance"), "content_k": share_of_best(record, "content K"),
-        "least_rolling": least.loc["rolling acceptance"], "least_content": least.loc["content K"],
-        "least_cost_aware": least.loc["cost-aware"], "n_lost": best.sum(), "n_cases": len(best),
-        "lost": Estimate.exact(best.mean(), record.params["prompts_per_category"]),
-    }  # fmt: skip
-
-
-def share_of_best(record: RunRecord, policy: str) -> Estimate:
-    """Return a policy's speed on `REPORT_MACHINE` as a share of the best fixed K's of each content, over prompts."""
-    *_, draft_model = record.measurements["c"]
-    rows = _seconds(record).reset_index()
-    rows = rows[(rows["machine"] == REPORT_MACHINE) & (rows["drafter"] == draft_model) & (rows["content"] != SWITCHING)]
-    pairs = rows[["fixed", policy]].explode(["fixed", policy])
-    return Estimate(*interval(pairs, rate), len(pairs)) if len(pairs) else MISSING  # run without that machine
+            start.token,
+            line_dash="dot",
+            line_color="#bbb",
+            line_width=1,
+            annotation_text=start.content,
+            annotation_font_size=11,
+            annotation_y=1 + 0.06 * (at % 2),
+            annotation_yref="y domain",
+            annotation_yanchor="bottom",
+            **panel,
+        )

@@ -1,7 +1,7 @@
-"""Two lanes: one prompt written plainly and with drafts, as it ran, as an SVG that moves where motion is wanted.
+"""Two lanes: plain and speculative decoding of one prompt as an SVG animation, at the measured speed.
 
-Each round of a lane appears when it was committed, counted from the first token on. Where motion is not wanted, and at
-the end, both lanes stand whole.
+Each round appears at the time at which it was committed, counted from the first token. For readers
+who prefer reduced motion, and at the end of the animation, both texts are complete.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,10 @@ from specnb.book.tokens import ACCEPTED, BONUS, CORRECTION, generated, shown_tex
 from specnb.lm.vocab import Vocabulary
 from specnb.records import Generation, RunRecord
 
-COLUMNS, WIDTH, LINE, LEFT = 106, 960, 20, 16
+COLUMNS = 106
+WIDTH = 960
+LINE = 20
+LEFT = 16
 FATE = {ACCEPTED: "kept", CORRECTION: "cut", BONUS: "bonus"}
 STYLE = """
 text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
@@ -35,16 +38,17 @@ rect { fill: #fff; } .bar { fill: #0072b2; }
 
 
 def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
-    """Write the first two generations of a record, plain and with drafts, as `NAME.svg` with its sidecar; return it."""
+    """Publish the first two generations of a record, plain and with drafts, as `NAME.svg`; return it."""
     svg = draw_lanes(record, vocab)
     publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
     return SVG(svg)
 
 
 def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
-    """Return the SVG; at its end the ratio of all prompts of the record, with its interval where there is one."""
+    """Return the SVG, which ends with the speed-up over all prompts of the record and its interval."""
     plain, drafted = record.generations[:2]
-    top, parts = 0, []
+    top = 0
+    parts = []
     for generation, title in ((plain, "plain decoding"), (drafted, f"{drafted.drafter}, K = {drafted.k}")):
         rate = f"{generation.n_decoded / generation.decode_s:.1f} tokens a second, {generation.decode_s:.1f} s"
         parts.append(f'<text class="name" x="{LEFT}" y="{top + 26}">{escape(f"{title}: {rate}")}</text>')
@@ -65,17 +69,21 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
 
 
 def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
-    """Yield the lines of a lane: spans, each a part of a round, that appear when the round was committed."""
+    """Yield the lines of a lane as lists of spans, each a part of a round with the time it appears."""
     seconds = [r.draft_s + r.verify_s + r.rewind_s for r in generation.rounds]
     scale = generation.decode_s / sum(seconds)
-    line, width = [], 0
+    line = []
+    width = 0
     for words, end_s in zip(generated(generation, vocab), accumulate(seconds), strict=True):
-        span, opening = [], f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
+        span = []
+        opening = f'<tspan class="round" style="animation-delay:{end_s * scale:.2f}s">'
         for piece, fate in zip(words.committed, words.fates, strict=True):
             text = shown_text(piece, blank=" ")
             if width + len(text) > COLUMNS:
                 yield [*line, f"{opening}{''.join(span)}</tspan>"]
-                line, span, width = [], [], 0
+                line = []
+                span = []
+                width = 0
             span.append(f'<tspan class="{FATE.get(fate, "")}">{escape(text)}</tspan>')
             width = COLUMNS if text.endswith("⏎") else width + len(text)
         line.append(f"{opening}{''.join(span)}</tspan>")
@@ -83,11 +91,12 @@ def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
 
 
 def _ending(record: RunRecord) -> list[str]:
-    """The ratio of all prompts with its interval, whether the texts are plain decoding's, and the fastest plain one."""
+    """Return the last lines: speed-up with its interval, number of identical texts, fastest plain decoding."""
     row = k_sweep(record).iloc[-1]  # of all contents, with drafts
-    share, n = baseline(record).share, row["n_prompts"]
+    share = baseline(record).share
+    n = row["n_prompts"]
     ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if pd.notna(row["low"]) else ""
     texts = [f"{row['identical']} of {n} texts the same to the last token."] if row["temperature"] == 0 else []
     ratio = f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
-    marks = [f"{QUICK.capitalize()}."] * is_quick(record)
+    marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
     return [f"{ratio}.", *texts, f"The fastest {baseline(record)}", *marks]

@@ -1,39 +1,40 @@
-"""Tables and figures of notebook 07: the drafters by content, live beside replayed, and where a cheaper copy pays."""
+"""Tables and figures of notebook 07: drafters by content, live and replayed, and where a draft pays."""
 
 import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import MISSING, Estimate, Values
 from specnb.book.style import dots, dress, readable, series
 from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
 from specnb.io import read_json
 from specnb.measure.bench import TERMS, interval, rate, widen
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.pair import TRAINED
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.records import RunRecord
 
 SHOWN = (1, 2, 4)
 """Positions of which a table shows the acceptance."""
-JUDGED = ("self", "exit", "skip")
-"""Drafters that claims are about, beside the best of the trained ones."""
 
 
 def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """One row a drafter, the fastest first: all contents, or one.
+    """Return one row per drafter, the fastest first, on all contents or on one `category`.
 
-    Columns: c; alpha_1, alpha_2, alpha_4 (the share kept of drafts that were tested there) and `tested`, drafts tested
-    at the first; best_k and its range; tau; predicted, the speed-up at that K over plain decoding in the same engine,
-    with low and high over prompts; without_loops, the same of answers that do not loop; live with live_low and
-    live_high, `prompts` behind it and texts `identical` to plain decoding's; and over_fastest, live over the record's
-    baseline.
+    Columns:
+
+    - c; alpha_1, alpha_2, alpha_4 (share accepted of the draft tokens that were tested at this
+      position); tested (draft tokens tested at position 1)
+    - best_k and its range; tau
+    - predicted, low, high: speed-up at that K over plain decoding in the same engine, with an
+      interval over prompts; without_loops: the same without answers that loop
+    - live, live_low, live_high; prompts; identical: number of texts equal to plain decoding
+    - over_fastest: live over the record's baseline
     """
     wanted = "temperature == @temperature" + " and category == @category" * bool(category)
     rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
     counts = pd.DataFrame(record.measurements["alphas"]).query(wanted)
-    live, table = live_speeds(record, temperature, category), []
+    live = live_speeds(record, temperature, category)
+    table = []
     for drafter, group in rows.groupby("drafter", sort=False):
         seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
         best = seconds.sum().idxmin()
@@ -43,13 +44,18 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
         counted = counts.query("drafter == @drafter")  # none for a router
         tested, kept = (pd.DataFrame(counted[name].tolist()).sum() for name in ("tested", "kept"))
         alphas = kept / tested
-        table.append({
-            "drafter": drafter, "c": record.measurements["cs"].get(drafter),
-            **{f"alpha_{n}": alphas.get(n - 1) for n in SHOWN}, "tested": tested.get(0),
-            "best_k": best, "range": f"{min(near)}-{max(near)}",
-            **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
-            "without_loops": speed_without_loops(chosen, record),
-        })  # fmt: skip
+        table.append(
+            {
+                "drafter": drafter,
+                "c": record.measurements["cs"].get(drafter),
+                **{f"alpha_{n}": alphas.get(n - 1) for n in SHOWN},
+                "tested": tested.get(0),
+                "best_k": best,
+                "range": f"{min(near)}-{max(near)}",
+                **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
+                "without_loops": speed_without_loops(chosen, record),
+            }
+        )
     frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
     frame = frame.rename(columns={"speedup": "predicted"}).join(live, how="outer")
     frame = frame.assign(over_fastest=frame["live"] * baseline(record).share).rename(index=record.measurements["names"])
@@ -57,7 +63,7 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
-    """Return `rank_drafters` to be read: intervals in the cells of their values; a `*` marks a c across engines."""
+    """Return `rank_drafters` for display; a `*` marks a drafter that runs in another engine than the target."""
     return compact(rank_drafters(record, temperature)).rename(index=lambda name: name + _star(record, name))
 
 
@@ -68,9 +74,9 @@ def _star(record: RunRecord, drafter: str) -> str:
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """Live decoding speed over plain decoding beside it, with its interval over prompts, a row a drafter.
+    """Return one row per drafter: live decoding speed over interleaved plain decoding, with its interval.
 
-    Columns live, live_low, live_high, prompts, and identical: greedy texts equal to the plain one.
+    Columns: live, live_low, live_high, prompts, identical (greedy texts equal to plain decoding).
     """
     wanted = "k > 0 and n_decoded > 0 and temperature == @temperature" + " and category == @category" * bool(category)
     groups = live_rows(record).query(wanted).groupby("drafter", sort=False)
@@ -80,14 +86,14 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
 
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
-    """Answers by content and temperature, and how many of them loop."""
+    """Return the number of answers by content and temperature, and how many of them loop."""
     answers = live_rows(record).query("k == 0").drop_duplicates(["prompt_id", "temperature"])
     loops = answers.groupby(["category", "temperature"], sort=False)["loops"]
     return loops.agg(answers="size", looping="sum").reset_index()
 
 
 def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
-    """The predicted speed-up of every drafter on every content, at the K that is best for it there."""
+    """Return the predicted speed-up of every drafter on every content, at its best K there."""
     names = replay_rows(record)["category"].unique()
     frame = pd.concat([rank_drafters(record, temperature, name).assign(content=name) for name in names])
     columns = ["content", "best_k", "predicted", "low", "high", "live", "prompts"]
@@ -95,16 +101,21 @@ def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
 
 
 def list_trained() -> pd.DataFrame:
-    """The shipped drafters: kind, megabytes, parameters, tokens of text and of training steps."""
+    """Return the shipped drafters: kind, megabytes, parameters, tokens of training text, examples."""
     rows = []
     for name, folder in shipped().items():
         facts = read_json(folder / TRAINING_FILE)
         recipe = facts["recipe"]
-        rows.append({
-            "name": name, "kind": facts["heads"]["kind"], "mb": (folder / LAYOUTS[OWN].file).stat().st_size / 1e6,
-            "parameters": facts["parameters"], "text_tokens": facts["text"]["tokens"]["train"],
-            "examples": recipe["steps"] * recipe["batch_size"],
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "kind": facts["heads"]["kind"],
+                "mb": (folder / LAYOUTS[OWN].file).stat().st_size / 1e6,
+                "parameters": facts["parameters"],
+                "text_tokens": facts["text"]["tokens"]["train"],
+                "examples": recipe["steps"] * recipe["batch_size"],
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -112,9 +123,9 @@ def list_trained() -> pd.DataFrame:
 
 
 def draw_region(record: RunRecord) -> go.Figure:
-    """Draw the acceptance from which drafting beats plain decoding, over c, and the drafters of the run as marks.
+    """Draw the acceptance rate from which drafting beats plain decoding over c, with the drafters as marks.
 
-    Both are of the engine and the machine of the run: other engines have another T(n), and each drafter another c.
+    Both are for the engine and the machine of the run.
     """
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     c = np.linspace(0, 1, 51)
@@ -129,22 +140,6 @@ def draw_region(record: RunRecord) -> go.Figure:
 
 
 def draw_contents(frame: pd.DataFrame) -> go.Figure:
-    """Predicted speed-up of each drafter by content (`compare_contents`); plain decoding in the same engine is 1."""
+    """Draw the predicted speed-up of each drafter by content (`compare_contents`)."""
     named = frame.assign(drafter=frame["drafter"].map(readable))
     return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")
-
-
-def league_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 07 are judged by.
-
-    Of JUDGED, and of the best of those that were `trained`, the predicted greedy speed-up over plain decoding in the
-    same engine; of the copy also that over the baseline, c and alpha.
-    """
-    table = rank_drafters(record, min(record.params["temperatures"]))
-    n, copy = replay_rows(record)["prompt_id"].nunique(), table.reindex(["self"]).iloc[0]
-    best = next((name for name in table.index if name in TRAINED), "")
-    judged = table.reindex([*JUDGED, best]).set_axis([*JUDGED, "trained"]).itertuples()
-    values = {row.Index: Estimate(row.predicted, row.low, row.high, n) if row.c == row.c else MISSING for row in judged}
-    share, of_copy = baseline(record).share, values["self"]
-    over_fastest = Estimate(*[share * end for end in of_copy[:3]], n=of_copy.n)
-    return values | {"copy_over_fastest": over_fastest, "c_copy": copy.c, "alpha_copy": copy.alpha_1}

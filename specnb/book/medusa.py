@@ -4,21 +4,15 @@ import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
-import torch
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import Estimate, Values
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLOURS, arms, dots, dress, looks
+from specnb.book.style import COLORS, dots, dress, error_bars, looks
 from specnb.book.tables import NOTHING
-from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.bench import ALL, PARTS
-from specnb.medusa.faults import ALIVE_ALL, TWO_NORMS
 from specnb.medusa.gates import Curve
 from specnb.medusa.train import PRESETS, Figures, Recipe
-from specnb.medusa.tree import PUBLISHED
-from specnb.records import RunRecord
 
 FINGERPRINT = {
     "alpha_1": "drafts kept (alpha_1)",
@@ -50,7 +44,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
     speeds = px.bar(
         table, x="category", y="speedup", hover_data=["tau", "identical", "n_prompts"],
-        **looks("kind", table["kind"], by=()), **arms(table),
+        **looks("kind", table["kind"], by=()), **error_bars(table),
     )  # fmt: skip
     figure.add_traces(speeds.data, rows=1, cols=1)
     whole = table[table["category"] == ALL]
@@ -59,7 +53,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
         shares = 100 * whole[f"{part}_share"]
         figure.add_bar(
             x=shares, y=whole["kind"], base=before, name=part, orientation="h",
-            marker_color=COLOURS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
+            marker_color=COLORS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
             text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
             hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
             row=1, col=2,
@@ -76,7 +70,7 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
         counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
     )
     figure = px.scatter(
-        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **arms(rows, "alpha")
+        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **error_bars(rows, "alpha")
     )
     for trace in figure.data:
         trace.marker.opacity = np.where(rows["tested"][rows["kind"] == trace.name] < FEW, 0.3, 1.0)
@@ -95,7 +89,7 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
     figure = px.line(
         rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True,
-        **looks("kind", rows["kind"]), **arms(rows),
+        **looks("kind", rows["kind"]), **error_bars(rows),
     )  # fmt: skip
     for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
         text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
@@ -158,36 +152,3 @@ class TrainingView:
         figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
         figure.update_yaxes(matches=None)
         return dress(figure, "training")
-
-
-def heads_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 05 are judged by."""
-    measured = record.measurements
-    rows = pd.DataFrame(measured["faults"]).set_index("fault").T
-    kept = {}
-    for name, row in rows.items():
-        share, n = row["kept"] / row["tested"], row["tested"]
-        kept[name] = Estimate(share, *wilson(share, n, NORMAL), FEWEST)
-    pooled = pd.DataFrame(measured["speeds"]).query("category == @ALL").set_index("kind")
-    ends = pooled[["speedup", "low", "high", "n_prompts"]].astype(float)
-    gain = {kind: Estimate(*row) for kind, *row in ends.itertuples()}
-    alive, died, two_norms = (kept[name] for name in (ALIVE_ALL, "learning rate died", TWO_NORMS))
-    zero_blocks = all(gate["passed"] for gate in measured["gates"] if gate["gate"] == "zero blocks")
-    before_norm, behind_norm = (row["largest_difference"] for row in measured["last_hidden_state"])
-    chains = PUBLISHED[:4, 0].cumprod().cumsum() / [1, 2, 3, 4]
-    frozen = torch.ones(2)
-    optimizer = torch.optim.AdamW([frozen])
-    optimizer.step()
-    return {
-        "faults": rows, "unloaded": kept["never loaded"], "loaded": kept["none"], "gain": gain,
-        "alive": alive, "died": died, "two_norms": two_norms,
-        "lost": _gap(alive, died), "gained": _gap(two_norms, alive),
-        "before_norm": before_norm, "behind_norm": behind_norm, "zero_blocks": Estimate.exact(zero_blocks, FEWEST),
-        "optimized": bool(optimizer.state or (frozen != 1).any()),
-        "overall": Estimate(chains[-1], chains.min(), chains.max(), len(chains)), "chains": chains,
-    }  # fmt: skip
-
-
-def _gap(share: Estimate, other: Estimate) -> Estimate:
-    """Return by how much a share is larger than another, with both at their farthest ends."""
-    return Estimate(share.value - other.value, share.low - other.high, share.high - other.low, share.n)

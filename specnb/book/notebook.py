@@ -1,7 +1,8 @@
-"""A notebook as a file: find it, read it, check its parameters; and what a running one calls.
+"""Find and read notebook files and check their parameters; functions that running notebooks call.
 
-The cell tagged `parameters` declares names with defaults, one a line (`temperature: float = 0.0  # 0 is greedy`).
-It is read as Python syntax, never run, so defaults must be literals.
+The cell tagged `parameters` declares names with defaults, one per line, such as
+`temperature: float = 0.0  # 0 is greedy`. It is parsed as Python and never run: defaults must be
+literals.
 """
 
 import ast
@@ -33,7 +34,7 @@ _WORDS = {"true": True, "false": False, "none": None, "~": None}
 
 
 class Source(NamedTuple):
-    """A notebook as read: where it lies, its content in nbformat 4.5, the sha256 of its bytes."""
+    """A notebook file: its path, its content in nbformat 4.5, and the SHA-256 of its bytes."""
 
     path: Path
     nb: NotebookNode
@@ -41,7 +42,7 @@ class Source(NamedTuple):
 
 
 def notebooks() -> list[Path]:
-    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout, in order. Raises InputError away from it."""
+    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout. Raises InputError without a checkout."""
     folder = project_dir() / "notebooks"
     if not folder.is_dir():
         raise InputError(f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb")
@@ -49,21 +50,22 @@ def notebooks() -> list[Path]:
 
 
 def find_notebook(name: str | Path) -> Path:
-    """Return the notebook meant by a path, a name with or without `.ipynb`, or a beginning that only it has (`01`).
+    """Return the notebook with this path, name (with or without `.ipynb`) or unique prefix (`01`).
 
-    InputError names those that are close.
+    Raises InputError, which lists similar names.
     """
     if (path := Path(name)).is_file():
         return path.absolute()
-    known, stem = {path.stem: path for path in notebooks()}, str(name).removesuffix(".ipynb")
-    fitting = [other for other in known if other.startswith(stem)]
+    by_stem = {path.stem: path for path in notebooks()}
+    stem = str(name).removesuffix(".ipynb")
+    fitting = [other for other in by_stem if other.startswith(stem)]
     if len(fitting) != 1:
-        require_known("notebook", stem, known)
-    return known[fitting[0]]  # a name comes before those that it begins
+        require_known("notebook", stem, by_stem)
+    return by_stem[fitting[0]]  # a name sorts before longer names that start with it
 
 
 def read_notebook(path: Path) -> Source:
-    """Read and validate a notebook. Raises InputError for anything else."""
+    """Read and validate a notebook. Raises InputError for any other file."""
     data = read_bytes(path)
     with reading(f"{path}: the notebook"):
         nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
@@ -72,9 +74,10 @@ def read_notebook(path: Path) -> Source:
 
 
 def declared(code: str) -> dict[str, Any]:
-    """Return names and defaults that the text of a `parameters` cell declares, in order; other statements are ignored.
+    """Return the names and defaults that a `parameters` cell declares, in order.
 
-    Raises InputError where it is not Python, or a default is not a literal.
+    Other statements are ignored. Raises InputError if the text is not Python, or a default is not a
+    literal.
     """
     defaults = {}
     with reading("the `parameters` cell"):
@@ -90,11 +93,12 @@ def declared(code: str) -> dict[str, Any]:
 
 
 def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
-    """Check `given` against what the notebook declares: (the given values, all values with the defaults).
+    """Check `given` against the parameters of a notebook; return the given values, and all values.
 
-    Where the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`), this
-    checks the values, and fills in those that the budget sets: that of `given`, else `budget`, else that of the
-    environment, else that of the cell. Raises InputError for an unknown name and for a value that does not fit.
+    If the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`),
+    it checks the values and fills in those that depend on the budget. The budget is that of `given`,
+    or `budget`, or that of the environment, or that of the cell, in this order. Raises InputError for
+    an unknown name and for a bad value.
     """
     try:
         (cell, model), known = _declared_by(source), defaults(source)
@@ -112,14 +116,14 @@ def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None 
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """Return what the notebook declares, with the default of its class where the cell leaves a value to the budget."""
+    """Return the declared defaults; for values that depend on the budget, the default of the class."""
     cell, model = _declared_by(source)
     of_class = vars(model.model_construct()) if model else {}
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
 
 
 def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
-    """Return the defaults of the `parameters` cell, and the class that checks them, if any."""
+    """Return the defaults of the `parameters` cell, and the class that checks them (or None)."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
     with reading("the metadata `specnb`"):
@@ -129,9 +133,9 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
 
 
 def _fitted(value: Any, default: Any) -> Any:
-    """Return `value`, as a list where the default is one: words between commas, or one item.
+    """Return `value`, converted to a list if the default is one: a text is split at commas.
 
-    None stays None: the budget chooses.
+    None is kept: the budget sets it.
     """
     if value is None or isinstance(value, list) or not isinstance(default, list):
         return value
@@ -142,9 +146,10 @@ def _fitted(value: Any, default: Any) -> Any:
 
 
 def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
-    """Return values typed on a command line as `NAME=VALUE`, in JSON types: `4`, `[4, 8]`, `true`, `none`; or text.
+    """Parse `NAME=VALUE` words of a command line; values are JSON (`4`, `[4, 8]`, `true`), `none` or text.
 
-    `4,8,12` stays text; `'"42"'` is the text 42. Raises InputError for a name without a value or given twice.
+    `4,8,12` is text, and so is `'"42"'`. Raises InputError for a word without `=`, and for a repeated
+    name.
     """
     values = {}
     for word in words:
@@ -156,7 +161,7 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """Return a value typed on a command line, as a JSON type."""
+    """Return a value of a command line as a JSON type, or as text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -166,21 +171,21 @@ def parsed(text: str) -> Any:
 def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams:
     """Return the parameters of the running notebook from its `cell` (`globals()`).
 
-    Tables will show sentences whole, and those of a quick run that they are of one.
+    From then on tables show long texts in full, and tables of a quick run say so.
     """
     pd.set_option("display.max_colwidth", None)
     params = kind.from_cell(cell)
     if shell := get_ipython():
         formatter = shell.display_formatter.formatters["text/html"]
         formatter.pop(pd.DataFrame, None)
-        measures = params.sizes and getattr(params, "trace", "new") == "new"  # else it shows what was measured before
+        measures = params.sizes and getattr(params, "trace", "new") == "new"  # not an earlier run
         if measures and params.budget == "quick":
             formatter.for_type(pd.DataFrame, lambda table: f'{table._repr_html_()}<p class="quick">{QUICK}</p>')
     return params
 
 
 def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
-    """Write the prompt of `params`, then others of its category, plainly and with drafts, in turn after a warm-up."""
+    """Generate the prompt of `params` and others of its category, plainly and with drafts, interleaved."""
     by_id = {prompt.id: prompt for prompt in prompts()}
     require_known("prompt", params.prompt, by_id)
     first = by_id[params.prompt]

@@ -1,4 +1,4 @@
-"""A figure as notebooks show it, and as images that a browser draws of it."""
+"""Show figures in notebooks, and render them as images with a browser."""
 
 import asyncio
 import atexit
@@ -18,16 +18,21 @@ from specnb.errors import InputError
 
 PNG_SCALE = 2
 PLOTLY = "application/vnd.plotly.v1+json"
-EXPORT_S, RENDER_S, CLOSE_S = 120.0, 60.0, 5.0  # limits: all images with the browser's start, one image, its end
+EXPORT_S = 120.0  # limit for all images of a figure, with the start of the browser
+RENDER_S = 60.0  # limit for one image
+CLOSE_S = 5.0  # limit for the end of the browser
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 
 
 class PicturedFigure(go.Figure):
-    """A figure that notebooks show as plotly's, and as a picture where no plotly runs (GitHub, nbviewer, nbconvert)."""
+    """A figure that notebooks show with plotly, and as a picture where plotly does not run (GitHub, nbconvert)."""
 
-    _title, _picture = "", b""
-    _ipython_display_ = _repr_html_ = None  # plotly's own: they leave the picture out, and ask a server for plotly.js
+    _title = ""
+    _picture = b""
+    # those of plotly omit the picture, and load plotly.js from a server
+    _ipython_display_ = None
+    _repr_html_ = None
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict, dict]:
         bundle = {PLOTLY: json.loads(self.to_json()) | {"config": CONFIG}, "text/plain": self._title}
@@ -36,28 +41,29 @@ class PicturedFigure(go.Figure):
 
 
 def with_picture(figure: go.Figure) -> PicturedFigure:
-    """Return `figure` with its picture for a notebook's output, and write nothing."""
+    """Return `figure` with its picture for the output of a notebook. Writes nothing."""
     return draw(figure)[0]
 
 
 def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
-    """Return `figure` as it is shown, its images, and why others are missing."""
+    """Return `figure` as notebooks show it, its images by suffix, and the reasons for missing images."""
     drawn = PicturedFigure(figure.to_dict())
     drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
     images, skipped = render_figure(drawn)
-    drawn._title, drawn._picture = plain_text(figure.layout.title.text), images.pop("still", b"")
+    drawn._title = plain_text(figure.layout.title.text)
+    drawn._picture = images.pop("still", b"")
     if "png" in skipped:
         sys.stderr.write(f"plotly only, no picture: {skipped['png']}\n")
     return drawn, images, skipped
 
 
 def plain_text(title: str | None) -> str:
-    """Return a plotly title without its tags, on one line."""
+    """Return a plotly title on one line, without its tags."""
     return " ".join(html.unescape(re.sub(r"</?[A-Za-z][^<>]*>", " ", title or "")).split())
 
 
 def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the images (`still` is the png of scale 1) and, for each suffix that could not be drawn, the reason."""
+    """Return the images (`still` is the png of scale 1) and, for each suffix that failed, the reason."""
     try:
         return browser().images(figure.to_dict()), {}
     except Exception as error:
@@ -67,23 +73,25 @@ def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 class Browser:
-    """A browser with an event loop in a thread, for the caller may be in a running loop, as in a kernel.
+    """A browser with an event loop in its own thread: the caller may be in a running loop, as in a kernel.
 
-    It starts with the first figure, which takes seconds. Kaleido's own server for synchronous calls waits for ever for
-    a browser that died.
+    It starts with the first figure, which takes seconds. The server that Kaleido has for synchronous
+    calls would wait forever for a browser that died.
     """
 
     def __init__(self) -> None:
-        self._kaleido, self._loop = None, asyncio.new_event_loop()
+        self._kaleido = None
+        self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         atexit.register(self.close)
 
     def images(self, spec: dict) -> dict[str, bytes]:
-        """Draw one figure. Raises what goes wrong, TimeoutError after EXPORT_S."""
+        """Render one figure. Raises the errors of the browser, and TimeoutError after EXPORT_S."""
         return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
     async def _draw(self, spec: dict) -> dict[str, bytes]:
-        kaleido, images = self._kaleido or await self._open(), {}
+        kaleido = self._kaleido or await self._open()
+        images = {}
         size = {side: spec["layout"][side] for side in ("width", "height")}
         for name, kind, scale in (("svg", "svg", 1), ("still", "png", 1), ("png", "png", PNG_SCALE), ("pdf", "pdf", 1)):
             images[name] = await kaleido.calc_fig(spec, {"format": kind, "scale": scale, **size})
@@ -94,15 +102,16 @@ class Browser:
         from choreographer.browsers.chromium import Chromium
 
         path = Chromium.find_browser(skip_local=False)
-        if not path or not Path(path).is_file():  # asked here: a Kaleido that finds none leaves five threads behind
+        if not path or not Path(path).is_file():  # checked here: a Kaleido without a browser leaks five threads
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
         await self._kaleido.open()
         return self._kaleido
 
     def close(self) -> None:
-        """End the browser; one that hangs is killed: kaleido awaits it even while it is cancelled."""
-        ended, self._kaleido = self._kaleido, None
+        """End the browser; one that hangs is killed, because kaleido waits for it even when cancelled."""
+        ended = self._kaleido
+        self._kaleido = None
         if ended:
             try:
                 asyncio.run_coroutine_threadsafe(ended.close(), self._loop).result(CLOSE_S)

@@ -1,9 +1,9 @@
-"""A figure leaves its notebook as files that say where they come from: `NAME.svg`, `.png`, `.pdf`, `.html`, `.json`.
+"""Publish figures with their provenance: `NAME.svg`, `.png`, `.pdf`, `.html`, and `.json`, the sidecar.
 
-The json beside them (the sidecar) holds the run, its parameters and provenance, the figure as it is drawn, the digests
-of the table, of the figure and of each file, and the caption. It is written last. `publish` writes into the folder of
-the run; `publish_runs` alone copies figures into `figures/`, beside their records, and makes the gallery from the
-sidecars there.
+The sidecar holds the run, its parameters and provenance, the figure, the caption, and the digests of
+the table, the figure and each file. It is written last. `publish` writes into the folder of the run.
+Only `publish_runs` writes into `figures/`: it copies figures with their records, and generates the
+gallery from the sidecars there.
 """
 
 import html
@@ -32,7 +32,7 @@ from specnb.provenance import git_state
 from specnb.records import RunRecord
 
 Sidecar = dict[str, Any]
-"""The document beside a figure."""
+"""The JSON document of a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 FILE = rf"{NAME.pattern}\.(svg|png|pdf|html|json)"
 RECORD = rf"records/{store.NAME.pattern}\.json"
@@ -67,16 +67,17 @@ def publish(
     table: pd.DataFrame | None = None,
     folder: Path | None = None,
 ) -> PicturedFigure:
-    """Write `figure` as `NAME.{svg,png,pdf,html,json}` and return it, with its picture for a notebook's output.
+    """Write `figure` as `NAME.{svg,png,pdf,html,json}`, and return it with its picture for the notebook.
 
-    The files go into `folder`, else `store.figures_dir`, with the record of the run, without its rounds, in
-    `records/RUN_ID.json`. Images have the size that the figure's layout sets, or else the style. `table` is the data
-    that the figure shows, without its index.
+    The files go into `folder` (`store.figures_dir` by default), with the record of the run, without
+    its rounds, as `records/RUN_ID.json`. The size of the images is that of the figure's layout, or of
+    the style. `table` is the data of the figure; its index is ignored.
 
-    Images need Chrome or Chromium. Where the export fails, html and json are written all the same, a line on stderr
-    and the sidecar say why, and an older image of that name is removed. The page needs no network.
+    Images need Chrome or Chromium. If the export fails, html and json are still written, stderr and
+    the sidecar give the reason, and older images of that name are removed. The page needs no network.
 
-    Raises InputError: before anything is written for what cannot be used, and for a folder that cannot be written.
+    Raises InputError for a bad name, before anything is written, and for a folder that cannot be
+    written.
 
     >>> publish(go.Figure(), "Best K", record=None)  # a figure's name is that of its files
     Traceback (most recent call last):
@@ -101,39 +102,48 @@ def publish(
 
 
 def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
-    """Write a picture that is no plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
-    folder, document = store.figures_dir(record), _facts(name, title, record) | {"table": None, "skipped": {}}
+    """Write an SVG that is not a plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
+    folder = store.figures_dir(record)
+    document = _facts(name, title, record) | {"table": None, "skipped": {}}
     store.save_beside_figures(record, folder)
     _write(folder, document, {"svg": svg.encode(), "html": _page(document, 960)})
 
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
-    """Return what a sidecar says of a figure and its run. Raises InputError for a name that files cannot have."""
+    """Return the facts of a sidecar about a figure and its run. Raises InputError for a bad name."""
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
-    return plain(run | {
-        "schema_version": 1, "name": name, "title": title, "caption": caption_of(title, record),
-        "record": f"records/{record.run_id}.json",
-    }, "record")  # fmt: skip
+    return plain(
+        run
+        | {
+            "schema_version": 1,
+            "name": name,
+            "title": title,
+            "caption": caption_of(title, record),
+            "record": f"records/{record.run_id}.json",
+        },
+        "record",
+    )
 
 
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
-    """Return the page of a figure; without a `plot` it shows the SVG."""
+    """Return the HTML page of a figure; without a `plot` it shows the SVG."""
     texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
     return PAGE.format(width=width, plot=plot, **texts).encode()
 
 
 def plotly_script(folder: Path) -> Path:
-    """Return the `plotly.min.js` in `folder`, written if it is absent or of another version."""
-    script, source = folder / "plotly.min.js", get_plotlyjs().encode()
+    """Return the `plotly.min.js` in `folder`; write it if it is missing or of another version."""
+    script = folder / "plotly.min.js"
+    source = get_plotlyjs().encode()
     if not script.is_file() or script.read_bytes() != source:
         write_atomic(script, source)
     return script
 
 
 def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
-    """Write the files of a figure and, last, its sidecar; older images that are now missing are removed."""
+    """Write the files of a figure, then its sidecar. Remove older images that could not be rendered now."""
     file = folder / document["name"]
     for suffix in document["skipped"]:
         file.with_suffix(f".{suffix}").unlink(missing_ok=True)
@@ -143,20 +153,20 @@ def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
 
 
 def is_quick(record: RunRecord) -> bool:
-    """Say whether the numbers of a record are those of a quick run, and not of a run or a trace that it shows."""
+    """Return whether the numbers of a record come from a quick run, not from another run that it shows."""
     return record.params.get("budget") == "quick" and "source" not in record.provenance
 
 
 def caption_of(title: str, record: RunRecord) -> str:
-    """Return a sentence: title, run, models, machine, and what a reader must not overlook (lossy, fallback, failed)."""
+    """Return the caption: title, run, models, machine, and warnings (lossy, fallback, failed, quick)."""
     dropped = sum(g.fallback is not None for g in record.generations)
     notes = {
         "decoding is lossy": not all(g.lossless for g in record.generations),
-        f"{dropped} of {len(record.generations)} generations ran without the drafter asked for": dropped,
+        f"{dropped} of {len(record.generations)} generations ran without the requested drafter": dropped,
         "the run failed": record.status == "failed",
         QUICK: is_quick(record),
     }
-    # ids of the provenance have no folders of this machine; of several drafters the first
+    # ids in the provenance contain no local folders; the first of several drafters counts
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models", ()))}
     models = " with ".join(readable(names[role]) for role in ("target", "drafter") if names.get(role))
@@ -170,7 +180,7 @@ def caption_of(title: str, record: RunRecord) -> str:
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
-    """Return the digest of the table's CSV without its index ("\\n", shortest floats, NaN empty), and its rows."""
+    """Return the rows of a table, and the digest of its CSV ("\\n", shortest floats, NaN empty, no index)."""
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
     rows = plain(table.to_dict("records"), "table", nan=None)
@@ -178,13 +188,15 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
-    """Copy the figures of runs and their records into `figures/`, with gallery and explorer; return the runs' folders.
+    """Copy figures and records of runs into `figures/`, write gallery and explorer; return the runs' folders.
 
-    `words` are run ids, and names of notebooks for their latest run; without words it is the latest completed run of
-    each notebook. `figures/records/RUN_ID.json` is the record without its rounds; records of no figure are removed.
-    Raises InputError for an unknown run, for a sidecar that names files other than its own, while
-    the checkout has changes, and for a run that was recorded with changes; `allow_dirty` copies
-    these, and the sidecars say so.
+    `words` are run ids, or names of notebooks for their latest run. Without words, the latest
+    completed run of each notebook is published. `figures/records/RUN_ID.json` is the record without
+    its rounds; records without a figure are removed.
+
+    Raises InputError for an unknown run, for a sidecar that names files other than its own, and for
+    uncommitted changes in the checkout, now or when the run was recorded. `allow_dirty` publishes
+    despite changes, and the sidecars say so.
     """
     files = results.rglob(store.RUN)
     runs = [(store.load_record(file.parent), file.parent) for file in files if sidecars(file.parent / "figures")]
@@ -199,7 +211,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         _require_own_files(sidecar, source)
     for folder in chosen:
         with reading(folder):
-            gallery(folder / "figures")  # an entry that cannot be listed fails before anything is written
+            gallery(folder / "figures")  # a bad entry fails before anything is written
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         raise InputError(
@@ -209,7 +221,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     for sidecar, source in figures_of:
         files = [*sidecar["files"], f"{sidecar['name']}.html"]
         contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in files}
-        # the page loads the script of the folder that it comes into
+        # the page loads the script of its new folder
         contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
         write_atomic(figures / sidecar["record"], read_bytes(source / sidecar["record"]))
         _write(figures, sidecar | {"published_with_changes": changed}, contents)
@@ -222,7 +234,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
-    """Raise InputError unless `sidecar` names files that `publish` writes, no link, and the record of its run."""
+    """Raise InputError unless `sidecar` names files that `publish` writes, no links, and its own record."""
     inside = folder.parent.resolve() / folder.name
     with reading(f"a sidecar in {folder}"):
         beside = [sidecar["name"] + f".{suffix}" for suffix in ("json", *sidecar["skipped"])]
@@ -241,18 +253,18 @@ def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:
-    """Return the commit of the run, and whether its checkout had changes, as one without git may have."""
+    """Return the commit of a run, and whether its checkout had changes; without git it may have had."""
     git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
     return git["commit"][:10], git["dirty"]
 
 
 def sidecars(folder: Path) -> list[Sidecar]:
-    """Return what the json files beside the figures in `folder` hold."""
+    """Return the sidecars of the figures in `folder`."""
     return [read_json(path) for path in sorted(folder.glob("*.json"))]
 
 
 def gallery(folder: Path) -> str:
-    """Return the page as Markdown: by notebook figures, each with picture, caption, origin and data; then claims."""
+    """Return the gallery as Markdown: figures by notebook, with caption and provenance, then the claims."""
     if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]
@@ -263,13 +275,15 @@ def gallery(folder: Path) -> str:
     parts.append("## Published claims\n")
     for record in sorted(sidecars(folder / "records"), key=lambda record: str(record["experiment"])):
         if judged := record["measurements"].get("claims"):
-            name, table = record["experiment"], claims.tabulate_claims(judged["rows"])
+            name = record["experiment"]
+            table = claims.tabulate_claims(judged["rows"])
             parts.append(f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n")
     return "\n".join(parts)
 
 
 def _entry(sidecar: Sidecar) -> str:
-    name, (commit, dirty) = sidecar["name"], _commit_of(sidecar)
+    name = sidecar["name"]
+    commit, dirty = _commit_of(sidecar)
     changes = ", with changes" if dirty or sidecar.get("published_with_changes") else ""
     return (
         f"### {name}\n\n![{sidecar['title']}]({name}.{'png' if 'figure' in sidecar else 'svg'})\n\n"

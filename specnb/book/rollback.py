@@ -6,34 +6,32 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.claims import Estimate, Values
-from specnb.book.style import arms, dress, looks
+from specnb.book.style import dress, error_bars, looks
 from specnb.records import RunRecord
-from specnb.ssm import failures
-from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, name_in
+from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES
 
 CELL = ["target", "engine", "k", "acceptance"]
-"""What one measurement of all strategies has in common."""
+"""Columns that one measurement of all strategies shares."""
 
 MIB = 2**20
 
 
 def strategies(record: RunRecord) -> pd.DataFrame:
-    """The rows of `run_strategies`; `kept_mib` are the MiB kept for going back at the widest moment of a round."""
+    """Return the rows of `run_strategies`; `kept_mib` is the peak memory in a round for rollback, in MiB."""
     frame = pd.DataFrame(record.measurements["ways"])
     return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
 
 
 def drafters(record: RunRecord) -> pd.DataFrame:
-    """Lookup and the draft model with the first target, a row for each K."""
+    """Return one row per K for lookup and the draft model, with the first target."""
     return pd.DataFrame(record.measurements["drafters"])
 
 
 def fused(table: pd.DataFrame) -> pd.DataFrame:
-    """A row for each K and acceptance: the speed of fused replay over that of separate replay, and over a free rewind.
+    """Return the speed of fused replay relative to separate replay and to a free rewind, by K and acceptance.
 
-    Both are ratios of ratios to plain decoding of the same model on the same drafts: the free rewind is that of an
-    attention-only model of the same size.
+    Each speed is relative to plain decoding of the same model with the same drafts. The free rewind is
+    that of an attention-only model of the same size.
     """
     wide = table.pivot(index=CELL, columns="method", values="speedup")
     others = {"checkpoint": "over checkpoint", FREE: "over a free rewind"}
@@ -42,19 +40,19 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
-    """The fastest strategy at each K and acceptance, its ratio to plain decoding, and what it keeps."""
+    """Return the fastest strategy by K and acceptance, with its speed-up, tau and memory."""
     measured = table.query("method in @STRATEGIES")
     best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
     return best.rename(columns={"method": "fastest"}).reset_index(drop=True)
 
 
 def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
-    """Columns `*_bytes` in MiB, under names that say so, rounded to a thousandth."""
+    """Convert columns `*_bytes` to `*_mib` (MiB, three digits)."""
     return _scaled(frame, "_bytes", "_mib", 1 / MIB)
 
 
 def milliseconds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Columns `*_s` in milliseconds, under names that say so; three digits of them and of the ratio."""
+    """Convert columns `*_s` to `*_ms` (milliseconds, three digits), and round the ratio."""
     return _scaled(frame, "_s", "_ms", 1e3).round({"ratio": 3})
 
 
@@ -64,17 +62,25 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
 
 
 def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
-    """Speed over plain decoding, a mark with its interval for each strategy, a panel for each K and acceptance."""
+    """Draw the speed over plain decoding: a mark per strategy, a panel per K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
-    columns, lines = rows["acceptance"].nunique(), rows["k"].nunique()
+    columns = rows["acceptance"].nunique()
+    lines = rows["k"].nunique()
     look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
     look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
     figure = px.scatter(
-        rows.assign(panel=panel), x="speedup", y="method", facet_col="panel", facet_col_wrap=columns,
-        facet_col_spacing=0.03, facet_row_spacing=0.32 / lines, height=120 + 220 * lines,
-        **look, **arms(rows, axis="x"),
-    )  # fmt: skip
+        rows.assign(panel=panel),
+        x="speedup",
+        y="method",
+        facet_col="panel",
+        facet_col_wrap=columns,
+        facet_col_spacing=0.03,
+        facet_row_spacing=0.32 / lines,
+        height=120 + 220 * lines,
+        **look,
+        **error_bars(rows, axis="x"),
+    )
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
     figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
     title = f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
@@ -82,32 +88,18 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
 
 
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
-    """Draw the time of the serial rule along every path over that of one masked solve; each tree at its line."""
-    figure = px.line(
-        milliseconds(table), x="nodes", y="ratio", text=table["tree"].mask(table["tree"].duplicated("last"), ""),
-        hover_data=["solve_ms", "paths_ms"], markers=True, **looks("tree", table["tree"]),
-    ).update_traces(textposition="top left").update_xaxes(tickvals=table["nodes"].unique())  # fmt: skip
+    """Draw the time of the serial rule along every path relative to one masked solve, by tree size."""
+    figure = (
+        px.line(
+            milliseconds(table),
+            x="nodes",
+            y="ratio",
+            text=table["tree"].mask(table["tree"].duplicated("last"), ""),
+            hover_data=["solve_ms", "paths_ms"],
+            markers=True,
+            **looks("tree", table["tree"]),
+        )
+        .update_traces(textposition="top left")
+        .update_xaxes(tickvals=table["nodes"].unique())
+    )
     return dress(figure, "trees")
-
-
-def rollback_values(record: RunRecord, copied: pd.DataFrame, solved: pd.DataFrame) -> Values:
-    """Return the named values that the claims of notebook 04 are judged by.
-
-    `copied` is the comparison with the model as its own draft, `solved` what trees cost.
-    """
-    table = strategies(record)
-    n, same = table["n_prompts"].min(), table["identical"] == table["n_prompts"]
-    one_state, in_torch = table["method"].isin(["checkpoint", "fused"]), table["engine"] != "llama.cpp"
-    mib = table[in_torch].groupby(["method", "k"])["kept_mib"].max().unstack()
-    shares = mib.loc["replay"] / mib.loc["snapshots"]  # by K
-    best = fastest_strategies(table[in_torch])["fastest"]
-    refusal = failures.llama_refusal(name_in(record.params["target"], "llama"))
-    return {
-        "refused": "inconsistent sequence positions" in refusal, "n": n, "n_ways": table["method"].nunique() - 2,
-        "exact": Estimate.exact(same.all(), n), "one_exact": Estimate.exact(same[one_state].all(), n),
-        "llama_exact": Estimate.exact(same[~in_torch].all(), n),
-        "itself": copied.iloc[-1],
-        "copy_exact": Estimate.exact((copied["identical"] == copied["n_prompts"]).all(), copied["n_prompts"].min()),
-        "kept": Estimate(shares.mean(), shares.min(), shares.max(), n), "n_best": (best == "replay").sum(),
-        "n_cells": len(best), "solve_error": solved["max_error"].max(),
-    }  # fmt: skip

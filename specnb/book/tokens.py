@@ -1,7 +1,8 @@
-"""Rounds as a reader sees them: the text with each token's fate as HTML, and one round as a table. No model.
+"""Rounds as text: a generation as HTML with the fate of each token, and one round as a table.
 
-The HTML styles each tag by itself and inherits the page's colours. Where styles are stripped (GitHub), the tags remain:
-accepted drafts are underlined, rejected ones struck through, corrections bold, bonus tokens marked.
+Each HTML tag has its own style and inherits the colors of the page. Where styles are stripped
+(GitHub), the tags remain: accepted draft tokens are underlined, rejected ones struck through,
+corrections bold, bonus tokens marked.
 """
 
 import html
@@ -19,7 +20,10 @@ from specnb.measure.recording import Trace
 from specnb.measure.replay import walk_recording
 from specnb.records import Generation
 
-ACCEPTED, REJECTED, CORRECTION, BONUS = "accepted draft", "rejected draft", "correction", "bonus token"
+ACCEPTED = "accepted draft"
+REJECTED = "rejected draft"
+CORRECTION = "correction"
+BONUS = "bonus token"
 PLAIN = "plain step"
 FATES = {
     ACCEPTED: ("ins", "background:rgba(0,158,115,.24);text-decoration-color:rgb(0,158,115)"),
@@ -28,15 +32,15 @@ FATES = {
     BONUS: ("mark", "background:rgba(250,204,21,.5);color:inherit"),
     PLAIN: ("span", ""),
 }
-"""Tag and style of what a token of the strip is."""
+"""Tag and style by the fate of a token."""
 STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-family:monospace;white-space:pre-wrap"
 
 
 class RoundText(NamedTuple):
-    """A round as text: `n_accepted` of `drafted` drafts kept, then the target's token, unless the text ended.
+    """A round as text: `n_accepted` of `drafted` draft tokens, then the target's token unless the text ended.
 
-    `drafts` may stop behind the first rejected one, where no more is recorded. `chances` are p_target and q_draft of
-    each committed token in words, as far as they are known.
+    `drafts` may end after the first rejected token if no more was recorded. `chances` are texts with
+    p_target and q_draft of each committed token, where known.
     """
 
     drafts: tuple[bytes, ...]
@@ -47,7 +51,7 @@ class RoundText(NamedTuple):
 
     @property
     def ending(self) -> str:
-        """What the target's token is; "" where the text ended within the drafts."""
+        """The fate of the target's token; "" if the text ended within the drafts."""
         if len(self.committed) <= self.n_accepted:
             return ""
         if not self.drafted:
@@ -56,7 +60,7 @@ class RoundText(NamedTuple):
 
     @property
     def fates(self) -> list[str]:
-        """What each committed token is."""
+        """The fate of each committed token."""
         return [*[ACCEPTED] * self.n_accepted, self.ending][: len(self.committed)]
 
     @property
@@ -68,9 +72,11 @@ class RoundText(NamedTuple):
 
 
 def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
-    """The rounds of one recording, the first with the fields `wanted`, at draft length k. Raises InputError."""
-    recording, rounds = trace.select(**wanted).recordings[0], []
-    p, q = map(", p {:.2f}".format, recording.p_target), map(", q {:.2f}".format, recording.q_draft)
+    """Return the rounds at draft length k of the first recording with the fields `wanted`. Raises InputError."""
+    recording = trace.select(**wanted).recordings[0]
+    rounds = []
+    p = map(", p {:.2f}".format, recording.p_target)
+    q = map(", q {:.2f}".format, recording.q_draft)
     chances = tuple(map("".join, zip_longest(p, q, fillvalue="")))
     for step in walk_recording(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
@@ -81,7 +87,7 @@ def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
 
 
 def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
-    """The rounds of a chain that ran."""
+    """Return the rounds of a generation with a chain drafter."""
     rounds = []
     for r in generation.rounds:
         drafts, committed = (tuple(map(vocab.piece, ids)) for ids in (r.draft_ids, r.committed_ids))
@@ -90,14 +96,15 @@ def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
 
 
 def strip(rounds: Iterable[RoundText]) -> str:
-    """Return the text as HTML, each token in the look of its fate; rejected drafts stand where they were cut off."""
+    """Return the text as HTML, each token in the style of its fate, with the rejected draft tokens."""
     legend = " &ensp;".join(_tagged(fate, fate, fate) for fate in FATES)
-    parts, at = [], 0
+    parts = []
+    at = 0
     for number, each in enumerate(rounds, 1):
         spans = []
         for piece, fate, chance in zip_longest(each.committed, each.fates, each.chances, fillvalue=""):
             at += 1
-            if fate == CORRECTION:  # what it stands in for comes before it
+            if fate == CORRECTION:  # the rejected draft tokens come before it
                 spans += [_tagged(REJECTED, text, f"round {number}: {REJECTED}") for text in _rejected(each)]
             text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
             spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}{chance}"))
@@ -117,10 +124,10 @@ def _tagged(fate: str, text: str, title: str) -> str:
 
 
 def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
-    """Round `number` (from 1), a row a position: position, draft, target_choice, accepted.
+    """Return round `number` (from 1) as a table: position, draft, target_choice, accepted.
 
-    After a rejected draft the target's rows answer another text than the one it writes: they are not used. Raises
-    InputError for a round that there is not.
+    The target's choices after a rejected draft token are not used: they continue a text that is not
+    written. Raises InputError for a round that does not exist.
     """
     if not 1 <= number <= len(rounds):
         raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
@@ -135,6 +142,6 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:
-    """A token as it can be read: blanks and line ends visible, ∎ for one without text."""
+    """Return the text of a token with visible blanks and line ends, or ∎ for an empty one."""
     text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", blank)
     return "".join(c if c.isprintable() else "�" for c in text) or "∎"

@@ -436,34 +436,32 @@ def run(
     timeout_s: int | None = None,
     as_json: Json = False,
 ) -> None:
-    """Run notebooks headless into results/; exit code 1 if one fails."""
-    from specnb.book.engine import run_notebook
+    """Run notebooks headless, with results in results/; exit code 1 if one failed."""
+    from specnb.book.engine import format_error, run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
     from specnb.lm.files import zoo_file
-    from specnb.measure.experiment import ProgressBar
 
     params = parse_parameters(parameter or [])
     paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
     if params and len(paths) > 1:
-        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name the one that is meant")
+        raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
     warn_if_busy()
-    zoo_file("smollm2-135m")  # fetched here, where its progress can be seen
+    zoo_file("smollm2-135m")  # fetched here to show its progress
     folder, document, code = results or store.results_dir(), [], 0
     try:
-        with ProgressBar() as bar:
-            for path in paths:
-                outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=bar)
-                document.append(outcome._asdict())
+        for path in paths:
+            outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=True)
+            document.append(outcome._asdict())
     except KeyboardInterrupt:
-        complain(f"{path.stem}: interrupted; what it did until then is in {folder / path.stem}")
+        complain(f"{path.stem}: interrupted; its results so far are in {folder / path.stem}")
         code = INTERRUPTED
     outputs = (show.clean(os.path.relpath(run["output"])) for run in document)
     runs = table_of("runs", document, ["notebook", "status", "duration_s", "run_id"])
     print_result(as_json, document, runs, *outputs)
     for run in document:
-        if error := run["error"]:
-            complain(f"{run['notebook']}: {error['kind']}: {error['message']}")
+        if run["error"]:
+            complain(f"{run['notebook']}: {format_error(run['error'])}")
             code = code or 1
     raise Exit(code)
 

@@ -1,4 +1,4 @@
-"""`specnb sweep` and `results`: batches of runs, and tables over them."""
+"""`specnb sweep` and `specnb results`: batches of runs, and tables over them."""
 
 from collections import Counter
 from pathlib import Path
@@ -28,13 +28,15 @@ def sweep(
 
     Completed runs are skipped, so the same command resumes after an interrupt.
 
-    `specnb sweep 01 -p seed 0,1,2 -p drafter lookup,self --workers 2` makes six runs. A batch file holds the same as
-    notebook, budget, parameters and grid (see notebooks/batches). Exit code 1 if a run failed; the others are kept.
+    `specnb sweep 01 -p seed 0,1,2 -p drafter lookup,self --workers 2` makes six runs. A batch file
+    contains the same as notebook, budget, parameters and grid (see notebooks/batches). The exit code
+    is 1 if a run failed; the other runs are not affected.
 
-    On many machines: `dask scheduler` on one, `dask worker tcp://HOST:8786 --nthreads 1` on each (for GPUs with
-    --resources GPU=1), from the same checkout and environment, with results in a shared folder or s3://. On SLURM
-    start the workers with dask_jobqueue.SLURMCluster(cores=1, processes=1), on Kubernetes with
-    dask_kubernetes.operator.KubeCluster, and give `--scheduler` the address that their scheduler_address shows.
+    On several machines: start `dask scheduler` on one and `dask worker tcp://HOST:8786 --nthreads 1` on
+    each (for GPUs with --resources GPU=1), in the same checkout and environment, with results in a
+    shared folder or s3://. On SLURM, start the workers with dask_jobqueue.SLURMCluster(cores=1,
+    processes=1), on Kubernetes with dask_kubernetes.operator.KubeCluster, and pass their
+    scheduler_address to `--scheduler`.
     """
     from specnb.batch import sweep as batches
     from specnb.book.notebook import parse_parameters
@@ -43,7 +45,7 @@ def sweep(
     if not notebook.endswith((".yaml", ".yml")):
         batch = batches.batch_of(notebook, params, budget)
     elif params or budget:
-        raise InputError(f"{notebook} holds the whole batch: leave -p and --budget out, or write them into it")
+        raise InputError(f"{notebook} is a whole batch: write -p and --budget into it instead")
     else:
         batch = batches.read_batch(Path(notebook))
     results = results or str(store.results_dir())
@@ -52,7 +54,9 @@ def sweep(
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
         print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
         return
-    resources, ended, code = parse_parameters(resource or []), [], 0
+    resources = parse_parameters(resource or [])
+    ended = []
+    code = 0
     try:
         for run in batches.run_sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
             ended.append(run)
@@ -62,7 +66,7 @@ def sweep(
             complain(f"{len(ended)}/{len(jobs)} {run.run_id} {run.status} ({params}){failure}")
     except KeyboardInterrupt:
         code = INTERRUPTED
-        complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command goes on from there")
+        complain(f"interrupted after {len(ended)} of {len(jobs)} runs; the same command resumes")
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     document = [run._asdict() for run in ended]
@@ -99,7 +103,7 @@ def results(
 
 
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
-    """Print tokens per round at every K by a log, and the best K for a machine, or for the named ones."""
+    """Print tokens per round at every K from a log, and the best K for one machine or the named ones."""
     from specnb.batch.logs import advise, read_log, sweep_log
     from specnb.measure.bench import FEWEST
     from specnb.measure.cost import NAMED, Cost
@@ -114,7 +118,8 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
     counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
     title = f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
-    best, columns = "best K that the log can judge", [*advice[0]]
+    best = "best K that the log can judge"
+    columns = [*advice[0]]
     if len(requests) < FEWEST:
         best += f"; {counted}: no verdict"
         columns.remove("verdict")

@@ -1,21 +1,16 @@
 """Logs of other engines: their rounds say of every K what a replay of the whole run says, within known bounds."""
 
 import json
-from contextlib import closing
-from itertools import product
 
 import numpy as np
 import pytest
 
 from specnb.batch.logs import Request, advise, read_log, sweep_log
-from specnb.decode.generate import generate
-from specnb.draft.load import load_drafter
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from specnb.measure.replay import every_k
-from specnb.prompts import prompts
 
 COPY = "smollm2-135m:q4_0?backend=llama"
 LOGS = project_dir() / "data" / "logs"
@@ -97,24 +92,6 @@ def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
     assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("content", ["code", "edit", "prose"])
-@pytest.mark.parametrize("drafter", ["smollm2-135m:q4_0", "lookup"])
-def test_the_log_of_a_live_run_says_what_live_runs_of_smaller_k_find(opened, tmp_path, drafter, content):
-    """A run of 8 drafts, in each format: tokens a round of live runs of 2 and of 4 within 3 %."""
-    target = opened("smollm2-135m?exact=auto")
-    of_k = {k: [] for k in (2, 4, 8)}
-    with closing(load_drafter(drafter, target).drafter) as loaded:
-        for prompt, k in product(prompts(content, limit=3), of_k):
-            rounds = generate(target, prompt, drafter=loaded, k=k, max_new_tokens=64, temperature=0.0).rounds
-            of_k[k].append(Request(*zip(*((r.n_accepted, len(r.draft_ids)) for r in rounds), strict=True)))
-    tau = [sum(r.n_tokens for r in of_k[k]) / sum(len(r.accepted) for r in of_k[k]) for k in (2, 4)]
-    for form in FORMATS if drafter != "lookup" else ("vLLM", "AIPerf"):  # Spec-Bench does not say what was drafted
-        (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in of_k[8]))
-        table = sweep_log(read_log(tmp_path / "log.jsonl", k=8), [SERVER], 8).set_index("k")
-        np.testing.assert_allclose(table["tau"].loc[[2, 4]], tau, rtol=0.03, err_msg=form)
-
-
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
 def test_published_logs_are_read_and_one_request_judges_nothing(file, tau, own):
     requests = read_log(LOGS / f"{file}.json")
@@ -146,43 +123,26 @@ def sglang(histogram, **totals):
 
 
 OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_num=90)
-DRAFTLESS = {"num_spec_tokens": 3, "num_draft_tokens": 0, "num_spec_steps": 40}
 ODD = {
     "no JSON": ("no JSON", ["line 1"]),
     "one document, damaged in line 3": ('{\n"a": 1,\n"b" 2}', ["line 3"]),
-    "deeply nested": ("[" * 100_000 + "]" * 100_000, ["recursion"]),
     "no counts": ({}, ["per_step_accepted"]),
     "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "detailed"]),
-    "half of the totals": ({"draft_n_accepted": 65}, ["draft_n"]),
-    "text for counts": (stepwise("103", "333"), ["per_step_accepted", "103"]),
-    "text for a count": (stepwise([1, "x"], [3, 3]), ["per_step_accepted.1", "'x'"]),
-    "null for a count": (stepwise([1, None], [3, 3]), ["per_step_accepted.1", "None"]),
-    "NaN": (stepwise([1, float("nan")], [3, 3]), ["per_step_accepted.1", "nan"]),
-    "a float": (stepwise([1, 2.5], [3, 3]), ["per_step_accepted.1", "2.5"]),
     "a negative count": (stepwise([-1, 2], [3, 3]), ["per_step_accepted.0", "-1"]),
-    "accepted alone": (vllm(per_step_accepted=[1, 0, 3]), ["per_step_drafted"]),
     "unequal lengths": (stepwise([1, 0, 3], [3, 3]), ["3", "2"]),
     "accepted above drafted": (stepwise([1, 4], [3, 3]), ["4", "3"]),
     "no drafts in any round": ([stepwise([0] * 5, [0] * 5)] * 6, ["nothing was drafted", "6"]),
-    "no drafts in all": ([vllm(acceptance_histogram=[40, 0, 0, 0], **DRAFTLESS)] * 6, ["nothing was drafted", "6"]),
     "plain decoding": ({"choices": [{"accept_lengths": [1, 1, 1]}]}, ["nothing was drafted", "1"]),
-    "K as text": (vllm(acceptance_histogram=[3, 1], num_spec_tokens="x"), ["num_spec_tokens", "'x'"]),
     "accepted above K": (vllm(acceptance_histogram=[3, 1, 2], num_spec_tokens=1), ["2", "1"]),
     "10^10 rounds": (sglang([0, 10_000_000_000]), ["10000000000"]),
-    "10^6 rounds, 3 times": (sglang([1_000_000] * 3), ["3000000"]),
     "10^7 drafts in a round": (stepwise([1], [10_000_000]), ["per_step_drafted.0", "10000000"]),
-    "many rounds of many drafts": (sglang({"0": 900_000, "512": 100_000}), ["26726400000"]),
     "many rounds, and many drafts of another": ([sglang([999_999, 1]), stepwise([0], [512])], ["512001024"]),
-    "a negative histogram": (sglang([3, -1, 1]), ["acceptance_histogram", "-1"]),
     "a key that is no number": (sglang({"one": 3}), ["acceptance_histogram", "one"]),
-    "a histogram of text": (sglang("311"), ["acceptance_histogram", "311"]),
     "rounds of no tokens": ({"choices": [{"accept_lengths": [2, 0]}]}, ["-1 of 1"]),
-    "a histogram of 10^5 numbers": (sglang([0] * 100_000), ["513"]),
     "rounds that drafted less": (
         {"spec_accept_histogram": [3, 1, 1], "spec_num_proposed_drafts": 7}, ["7", "10", "detailed"]
     ),
     "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
-    "a histogram of fewer rounds": (vllm(acceptance_histogram=[3, 1], num_spec_steps=5), ["5", "4"]),
     "steps of more drafts": (stepwise([1, 0, 3], [3, 3, 3], num_draft_tokens=8), ["8", "9"]),
 }  # fmt: skip
 """Logs that cannot be used, each with what its error names: the place, or the values."""

@@ -166,20 +166,12 @@ def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path)
         assert (value, type(value)) == (values[text], type(values[text])), text
 
 
-ALIASES = "notebook: 01\na0: &a0 [0, 0]\n" + "\n".join(
-    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 10)
-)
-
-
 @pytest.mark.parametrize(
     ("text", "value"),
     [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
      ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
      ("notebook: 01\ngrid:\n  seed: [0]\n  k_max: [8]\n  seed: [1]\n", "'seed' .*line 5"),
-     ("notebook: 01\nbudget: quick\nbudget: full\n", "'budget' .*line 3"),
      ("notebook: 01\ngrid: &all\n  seed: *all\n", "'all'"),
-     (ALIASES, "'a0'"), ("notebook: 01\n? [a]\n: 1\n", "YAML"), ("[" * 1_500, "YAML"),
-     ("notebook: 01\nparameters: {k_max: 012}\n", "012"), ("- 01\n", "01"), ("", "None"),
      ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
      (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
 )  # fmt: skip

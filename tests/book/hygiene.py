@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import papermill
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
 from specnb import params
@@ -52,6 +53,7 @@ def normalise(path: Path) -> None:
     for cell in nb.cells:
         for key in CELL_LEFTOVERS:
             cell.metadata.pop(key, None)
+        CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)  # also of what progress bars overwrote
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]  # papermill gives every cell an empty list
         if UNCHECKED in _tags(cell):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from specnb.book import divergence
-from specnb.book.claims import claims_of, fixed_values
+from specnb.book.claims import claims_of, read_fixed
 from specnb.params import DivergenceParams
 
 GALLERY = ["positional_registry", "kv_slot_swap", "dummy_tokens", "split_k"]
@@ -53,7 +53,7 @@ def test_all_drafts_are_kept_beside_a_copy_and_none_beside_the_larger_target(stu
 
 def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
     def judged(investigation):
-        values = fixed_values() | divergence.divergence_values(investigation)
+        values = read_fixed() | divergence.divergence_values(investigation)
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
 
     outcomes = wrong.outcomes

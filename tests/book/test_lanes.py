@@ -1,6 +1,5 @@
 """Two lanes: every token stands there, each round when it was committed, and the ending is the table's."""
 
-import json
 import re
 import xml.etree.ElementTree as ET
 from datetime import UTC, datetime
@@ -8,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from specnb.book.lanes import COLUMNS, draw_lanes, publish_lanes
+from specnb.book.lanes import COLUMNS, publish_lanes
 from specnb.book.tables import k_sweep
 from specnb.decode.generate import generate
-from specnb.io import digest
+from specnb.io import digest, read_json
 from specnb.lm import toy
 from specnb.prompts import Prompt
 from specnb.records import RunRecord
@@ -37,10 +36,15 @@ def record_of(model, n: int) -> RunRecord:
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n):
+def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     model = toy.markov(6, order=2, seed=4, sharpness=3.0)
     record = record_of(model, n)
-    svg = draw_lanes(record, model.vocab)
+    publish_lanes(record, model.vocab, "two_lanes")
+    folder = tmp_path / "00_start_here" / "abc123" / "figures"
+    files = ("two_lanes.svg", "two_lanes.html")
+    assert read_json(folder / "two_lanes.json")["files"] == {file: digest(folder / file) for file in files}
+    svg = (folder / "two_lanes.svg").read_text()
     root = ET.fromstring(svg)
     texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
@@ -55,14 +59,3 @@ def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n
     assert f"{row['speedup_same_engine']:.2f}" in ending and f"{n} of {n} texts the same" in ending
     assert f"prompts: {n}." in ending and ("times as fast" in ending) and (") times" in ending) == (n >= 5)
     assert "llama.cpp q4_1: 50.0" in ending and "prefers-reduced-motion" in svg and len(svg) < 150_000
-
-
-def test_lanes_are_published_with_their_run(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    model = toy.markov(6, order=2, seed=4, sharpness=3.0)
-    publish_lanes(record_of(model, 2), model.vocab, "two_lanes")
-    folder = tmp_path / "00_start_here" / "abc123" / "figures"
-    sidecar = json.loads((folder / "two_lanes.json").read_text())
-    files = ("two_lanes.svg", "two_lanes.html")
-    assert sidecar["run_id"] == "abc123" and sidecar["files"] == {file: digest(folder / file) for file in files}
-    assert 'src="two_lanes.svg"' in (folder / "two_lanes.html").read_text()

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 
+from specnb.book import claims
 from specnb.book import medusa as figures
 from specnb.errors import InputError
 from specnb.io import project_dir
@@ -81,7 +82,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
     assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
     assert notebook.planted["18 living steps"][1].log[-1]["lr"] > 0
-    values = figures.heads_values(notebook.record)
+    values = claims.values_of(notebook.record)
     assert values["lost"].value == pytest.approx(values["alive"].value - values["died"].value)
     schedules = figures.compare_schedules()
     assert schedules.loc["dead steps"].tolist() == ["2.0%", "0.0%"] and schedules.loc["warmup", "new"] == 500

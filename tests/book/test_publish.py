@@ -16,10 +16,8 @@ import plotly.graph_objects as go
 import psutil
 import pytest
 from choreographer.browsers.chromium import Chromium
-from nbclient import NotebookClient
 from nbconvert import HTMLExporter
 from nbformat import NotebookNode
-from nbformat.v4 import new_code_cell, new_notebook
 
 from specnb.book import picture
 from specnb.book import publish as module
@@ -108,19 +106,15 @@ def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, 
     assert {file.name for file in tmp_path.iterdir()} == names
 
 
-def test_the_sidecar_holds_run_provenance_digests_and_caption_and_equal_figures_give_equal_bytes(no_browser, tmp_path):
+def test_the_sidecar_holds_run_provenance_and_digests_and_equal_figures_give_equal_bytes(no_browser, tmp_path):
     figure, table = figure_of(), pd.DataFrame({"k": [1, 2], "speedup": [1.0, 0.1 + 0.2]}, index=[7, 9])
     sidecar = published(tmp_path, figure, table=table)
-    wanted = {
-        "schema_version": 1, "name": "speed", "status": "completed", "experiment": "01_k_sweep", "run_id": "abc123",
-        "params": record_of().params, "provenance": HERE, "title": "Speed-up over K",
-        "caption": caption_of("Speed-up over K", record_of()), "files": {"speed.html": digest(tmp_path / "speed.html")},
-        "table": {
-            "sha256": digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n"), "rows": 2, "columns": ["k", "speedup"],
-            "records": [{"k": 1, "speedup": 1.0}, {"k": 2, "speedup": 0.1 + 0.2}],
-        },
-    }  # fmt: skip
-    assert {key: sidecar[key] for key in wanted} == wanted
+    facts = record_of().model_dump(include={"experiment", "run_id", "params", "provenance"})
+    assert {key: sidecar[key] for key in facts} == facts
+    assert sidecar["caption"] == caption_of("Speed-up over K", record_of())
+    assert sidecar["files"] == {"speed.html": digest(tmp_path / "speed.html")}
+    assert sidecar["table"]["sha256"] == digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n")
+    assert sidecar["table"]["records"] == table.to_dict("records")
     assert published(tmp_path / "b", figure_of(), table=table) == sidecar
     assert (tmp_path / "b" / "speed.html").read_bytes() == (tmp_path / "speed.html").read_bytes()
     assert published(tmp_path / "c", figure_of(last=4))["figure_sha256"] != sidecar["figure_sha256"]
@@ -137,7 +131,7 @@ def test_the_page_needs_no_network_and_its_title_is_text(no_browser, tmp_path):
         published(tmp_path, record=record_of(run_id="../evil"))
 
 
-def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
+def test_the_caption_names_run_models_machine_and_warnings():
     assert caption_of("Speed-up", record_of()) == (
         "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, on Some CPU (2 cores)."
     )
@@ -145,11 +139,9 @@ def test_the_caption_names_run_models_machine_and_what_must_not_be_overlooked():
     here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"target": {"device": "cuda:0"}}}
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
     assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption
-    assert "GPU" not in caption_of("T", record_of(provenance=here | {"extra": HERE["extra"]}))
-    fallen = generation_of(fallback="no memory")
-    for generation, says in ((fallen, "1 of 2 generations"), (generation_of(lossless=False), "lossy")):
-        caption = caption_of("T", record_of(generations=(generation_of(), generation), status="failed"))
-        assert says in caption and "failed" in caption
+    generations = generation_of(), generation_of(fallback="no memory", lossless=False)
+    caption = caption_of("T", record_of(generations=generations, status="failed"))
+    assert all(word in caption for word in ("1 of 2 generations", "lossy", "failed"))
 
 
 def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_is_none(tmp_path):
@@ -193,80 +185,47 @@ def results(monkeypatch, no_browser, tmp_path) -> Path:
 def test_figures_stay_with_their_run_until_it_is_published_with_its_record(results, tmp_path):
     run_of(results, 1, run_id="old")
     run_of(results, 3, run_id="failed", status="failed")
-    latest = run_of(results, 2, run_id="new")
+    run_of(results, 2, run_id="new")
     folder, figures = results / "01_k_sweep" / "new", tmp_path / "figures"
     assert {path.name for path in (folder / "figures").iterdir()} == {"speed.html", "speed.json", "records"}
     assert 'src="../../../plotly.min.js"' in (folder / "figures" / "speed.html").read_text()
-    publish(figure_of(), "shipped", latest.model_copy(update={"run_id": "other"}), folder=folder / "figures")
-    assert publish_runs([], figures, results) == [folder]
-    for name, run_id in (("speed", "new"), ("shipped", "other")):  # a figure of another record keeps that record
-        sidecar = json.loads((figures / f"{name}.json").read_text())
-        assert sidecar["run_id"] == json.loads((figures / sidecar["record"]).read_text())["run_id"] == run_id
-        assert sidecar["files"] == {f"{name}.html": digest(figures / f"{name}.html")}
-    run = json.loads((folder / "run.json").read_text())
-    assert json.loads((figures / "records" / "new.json").read_text()).items() <= run.items()
+    assert publish_runs([], figures, results) == [folder], "the latest completed run"
+    sidecar = read_json(figures / "speed.json")
+    assert sidecar["files"] == {"speed.html": digest(figures / "speed.html")}
+    assert sidecar["run_id"] == read_json(figures / sidecar["record"])["run_id"] == "new"
     assert 'src="plotly.min.js"' in (figures / "speed.html").read_text() and (figures / "plotly.min.js").is_file()
     publish_runs(["old"], figures, results)
-    assert {path.name for path in (figures / "records").iterdir()} == {"old.json", "other.json"}
+    assert {path.name for path in (figures / "records").iterdir()} == {"old.json"}
     with pytest.raises(InputError, match="'newer'"):
         publish_runs(["newer"], figures, results)
-    (folder / "run.json").write_text('{"run_id": "new"}')
-    with pytest.raises(InputError, match=r"run\.json"):
-        publish_runs([], figures, results)
 
 
 HOSTILE = {
     "a record over a module": ({"record": "../specnb/errors.py"}, None, "../specnb/errors.py"),
-    "a record outside the checkout": ({"record": "../../outside.json"}, None, "../../outside.json"),
     "a name over a module": ({"name": "../evil", "files": {"x.py": ""}}, None, "../evil"),
-    "a file of the system": ({"files": {"/etc/resolv.conf": ""}}, None, "/etc/resolv.conf"),
-    "a file without a suffix": ({"files": {"/etc/passwd": ""}}, None, "/etc/passwd"),
-    "a name among the records": ({"name": "records/evil"}, None, "records/evil"),
-    "a record over a figure": ({"record": "speed.html"}, None, "speed.html"),
-    "an image of a module to remove": ({"skipped": {"py": "no browser"}}, None, "py"),
+    "a file of the system": ({"files": {"/etc/passwd": ""}}, None, "/etc/passwd"),
     "an image elsewhere to remove": ({"skipped": {"/../x.svg": "no browser"}}, None, "/../x.svg"),
-    "an image that is a link": ({"files": {"speed.svg": ""}}, "speed.svg", "speed.svg"),
     "a record that is a link": ({}, "records/abc123.json", "abc123.json"),
     "a sidecar that is a link": ({}, "speed.json", "speed.json"),
-    "records that are a link": ({}, "records", "records"),
-    "figures that are a link": ({}, "", "figures"),
-    "no page": ({"files": {}}, None, "speed.html"),
-    "no record": ({"record": None}, None, "None"),
     "a number for a name": ({"name": 5}, None, "int"),
-    "no title": ({"title": ...}, None, "title"),
     "no caption": ({"caption": ...}, None, "caption"),
-    "no provenance": ({"provenance": ...}, None, "provenance"),
     "another run": ({"run_id": "other"}, None, "other"),
-    "an empty record": ({"name": "speed", "record": "records/empty.json"}, None, "experiment"),
-    "a record without measurements": ({"record": "records/bare.json"}, None, "measurements"),
 }
 
 
 @pytest.mark.parametrize(("changes", "link", "value"), HOSTILE.values(), ids=HOSTILE)
-def test_a_sidecar_from_elsewhere_that_names_other_files_is_refused_and_nothing_is_written(
-    changes, link, value, results, tmp_path
-):
+def test_a_sidecar_that_names_other_files_is_refused_and_nothing_is_written(changes, link, value, results, tmp_path):
     run_of(results, 1)
-    folder, checkout = results / "01_k_sweep" / "abc123" / "figures", tmp_path / "checkout"
+    folder = results / "01_k_sweep" / "abc123" / "figures"
     sidecar = folder / "speed.json"
     changed = json.loads(sidecar.read_text()) | changes
     sidecar.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
-    if "empty" in (record := str(changes.get("record"))) or "bare" in record:
-        write_atomic(folder / record, json.dumps({key: changed[key] for key in RUN_FACTS if "bare" in record}).encode())
-    for name in ("../specnb/errors.py", "../../outside.json", "x.py", "x.html"):
-        write_atomic(folder / name, b"hostile")
-    write_atomic(checkout / "specnb" / "errors.py", b"of the checkout")
-    if not changes.get("files", True):
-        (folder / "speed.html").unlink()
     if link is not None:
-        linked, outside = folder / link, tmp_path / "outside" / "moved"
-        outside.parent.mkdir()
-        linked.replace(outside) if linked.exists() else outside.write_text("secret")
-        linked.symlink_to(outside)
-    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+        (folder / link).replace(tmp_path / "moved")
+        (folder / link).symlink_to(tmp_path / "moved")
     with pytest.raises(InputError, match=re.escape(value)):
-        publish_runs([], checkout / "figures", results)
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+        publish_runs([], tmp_path / "figures", results)
+    assert not (tmp_path / "figures").exists()
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
@@ -299,17 +258,6 @@ def test_the_stored_notebooks_show_as_many_pictures_as_they_publish():
         assert pictures(nb) == interactive >= calls > 0, path.name
 
 
-@needs_browser
-def test_a_notebook_shows_pictures_where_no_plotly_runs(tmp_path):
-    code = "from tests.book.test_publish import *; publish(figure_of(), 'speed', record_of())"
-    nb = new_notebook(cells=[new_code_cell(code)])
-    NotebookClient(nb, resources={"metadata": {"path": str(project_dir())}}, timeout=120).execute()
-    (output,) = nb.cells[0].outputs  # nothing that loads plotly.js from elsewhere, no line on stderr
-    assert pictures(nb) == 1 and set(output.data) == {PLOTLY, "image/png", "text/plain"}
-    assert output.data[PLOTLY]["config"]["showSendToCloud"] is False
-    assert output.metadata["image/png"] == {"width": 960, "height": 480, "alt": "Speed-up over K"}
-
-
 # with a browser that does not work, and with one that does
 
 
@@ -327,16 +275,13 @@ def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, mon
 
 
 @needs_browser
-def test_two_browsers_give_five_files_and_the_same_picture(nothing_left, tmp_path):
-    async def in_a_cell(folder: Path) -> dict:
-        return published(folder, figure_of().update_layout(width=700, height=300))
+def test_a_browser_gives_every_file_in_the_size_of_the_layout(nothing_left, tmp_path):
+    async def in_a_cell() -> dict:
+        return published(tmp_path, figure_of().update_layout(width=700, height=300))
 
-    for folder in ("a", "b"):
-        sidecar = asyncio.run(in_a_cell(tmp_path / folder))
+    sidecar = asyncio.run(in_a_cell())
     images = ("speed.svg", "speed.png", "speed.pdf", "speed.html")
-    assert sidecar["skipped"] == {} and sidecar["files"] == {file: digest(tmp_path / "b" / file) for file in images}
-    assert digest(tmp_path / "a" / "speed.png") == digest(tmp_path / "b" / "speed.png")
-    assert (tmp_path / "a" / "speed.png").read_bytes()[16:24] == bytes([0, 0, 5, 120, 0, 0, 2, 88])  # 1400 x 600
-    svg = ET.parse(tmp_path / "a" / "speed.svg").getroot()
+    assert sidecar["skipped"] == {} and sidecar["files"] == {file: digest(tmp_path / file) for file in images}
+    assert (tmp_path / "speed.png").read_bytes()[16:24] == bytes([0, 0, 5, 120, 0, 0, 2, 88])  # 1400 x 600
+    svg = ET.parse(tmp_path / "speed.svg").getroot()
     assert (svg.get("width"), svg.get("height")) == ("700", "300")
-    assert re.search(rb"/MediaBox \[0 0 525[.0-9]* 22[45]", (tmp_path / "a" / "speed.pdf").read_bytes())  # points

@@ -129,7 +129,9 @@ def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, t
         compare(page, *other[1:4])
 
 
-def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on_a_machine(page, tmp_path):
+def test_a_reader_drags_shares_a_view_takes_a_machine_and_saves_the_picture(page, tmp_path):
+    asked = []
+    page.on("request", lambda request: asked.append(request.url))
     explorer.write_page(SHIPPED, tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
     tables = Tables(stored(SHIPPED).trace)
@@ -137,10 +139,9 @@ def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on
     between = round(low + 0.05, 2)
     speeds = {}
     for t in (low, between, high):
-        times = move(page, drafter=tables.drafters[-1], sampling=position(page, t), k=4)
+        move(page, drafter=tables.drafters[-1], sampling=position(page, t), k=4)
         speeds[t] = page.evaluate("look().p.speedup")
     share = (between - low) / (high - low)
-    assert 0 < share < 1 and max(times) < 100
     assert speeds[between] == pytest.approx(speeds[low] ** (1 - share) * speeds[high] ** share)
     move(page, sampling=position(page, between), k=5)
     words = page.evaluate("look().words")
@@ -148,20 +149,33 @@ def test_the_temperature_glides_and_a_view_can_be_shared_pinned_saved_and_set_on
     page.goto("about:blank")
     page.goto(address)
     assert page.evaluate("look().words") == words and f"temperature {between}" in words
-    for k in (2, 6):
-        move(page, k=k)
-        page.get_by_role("button", name="Pin", exact=True).click()
-    assert page.locator("#pinned li").count() == 2
+    page.get_by_role("button", name="Pin", exact=True).click()
+    assert page.locator("#pinned li").count() == 1
     use_machine(page, tmp_path, "mine.json", target="smollm2-135m:f16", tokens_per_s=40.0)
-    page.locator("#axis").select_option("rate")
-    assert "plain decoding: 40.0 tokens/s" in page.locator("#chart").inner_html()
     page.get_by_role("button", name="Go to the best K").click()
     assert page.evaluate("look().p.speedup === Math.max(...look().sweep.map((p) => p.speedup))")
     with page.expect_download() as saved:
         page.get_by_role("button", name="Save picture (SVG)").click()
-    drawn = saved.value.path().read_text()
-    assert "var(" not in drawn and "plain decoding: 40.0 tokens/s" in drawn
-    ElementTree.fromstring(drawn)
+    ElementTree.fromstring(saved.value.path().read_text())
+    page.evaluate("location.hash = 'k=99'")
+    page.wait_for_function("() => byId('message').textContent.includes('k = 99')")
+    assert [url for url in asked if not url.startswith(("file:", "about:", "blob:"))] == []
+
+
+def test_a_drafter_pays_only_over_the_fastest_plain_decoding(page, tmp_path):
+    explorer.write_page(SHIPPED, tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"
+    assert text(page, "result").endswith("(llama.cpp q4_1): does not pay.")
+    rate = {"tokens_per_s": 40.0, "plain_tokens_per_s": 40.0, "baseline_engine": "torch float32"}
+    for fastest, target, verdict in (
+        (40.0, "smollm2-135m?backend=hf", ": pays."),
+        (400.0, "smollm2-135m?backend=hf", ": does not pay."),
+        (40.0, "smollm2-135m:q8_0", "was not measured: no verdict."),
+    ):
+        fields = {"target": target, "baseline_tokens_per_s": fastest}
+        use_machine(page, tmp_path, f"{fastest}{target[-2:]}.json", **rate | fields)
+        assert text(page, "result").endswith(verdict)
 
 
 def use_machine(page, folder, name, **fields) -> None:
@@ -170,102 +184,3 @@ def use_machine(page, folder, name, **fields) -> None:
     (folder / name).write_text(json.dumps(row | fields))
     page.locator("#file").set_input_files(folder / name)
     page.wait_for_function("name => document.querySelector('#machine').value === name", arg=name)
-
-
-def opened(page, folder, view=""):
-    """The page on the shipped trace, at a view of its address."""
-    if not (folder / "page.html").exists():
-        explorer.write_page(SHIPPED, folder / "page.html")
-    page.goto("about:blank")
-    page.goto((folder / "page.html").as_uri() + view)
-    return page
-
-
-def test_the_page_names_model_engine_and_machine_and_pays_only_over_the_fastest(page, tmp_path):
-    opened(page, tmp_path)
-    assert text(page, "subject").startswith("SmolLM2-135M in torch float32 on AMD EPYC, 2 cores")
-    run = stored(SHIPPED)
-    rates = run.record.measurements["baseline"]
-    share = rates["plain_tokens_per_s"] / rates["baseline_tokens_per_s"]
-    assert f"{rates['baseline_tokens_per_s']:.1f}" in text(page, "subject") and rates["baseline_note"] in text(
-        page, "subject"
-    )
-
-    def over_fastest(share: float, engine: str, verdict: str) -> None:
-        p = page.evaluate("look().p")
-        wanted = f"times plain decoding in torch float32, prompts: {len(page.evaluate('look().recordings'))}"
-        assert wanted in text(page, "result")
-        over = f"{p['speedup'] * share:.2f} times the fastest plain decoding ({engine}): {verdict}."
-        assert text(page, "result").endswith(f"; {over}")
-
-    over_fastest(share, "llama.cpp q4_1", "does not pay")
-    assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"
-    rate = {"tokens_per_s": 40.0, "plain_tokens_per_s": 40.0, "baseline_engine": "torch float32"}
-    for fastest, busy, verdict in (
-        (40.0, False, "pays"),
-        (72.0, False, "undecided"),
-        (400.0, False, "does not pay"),
-        (40.0, True, "no verdict, the machine was busy"),
-    ):
-        fields = {"target": "smollm2-135m?backend=hf", "baseline_tokens_per_s": fastest, "busy": busy}
-        use_machine(page, tmp_path, f"{fastest}-{busy}.json", **rate | fields)
-        over_fastest(40 / fastest, "torch float32", verdict)
-    unknown = "the fastest plain decoding of this file was not measured: no verdict."
-    other_file = rate | {"target": "smollm2-135m:q8_0", "baseline_tokens_per_s": 40.0}
-    for name, fields in (("other", other_file), ("older", {"target": "smollm2-135m", "tokens_per_s": 40.0})):
-        use_machine(page, tmp_path, name, **fields)
-        assert text(page, "result").endswith(unknown) and "pays" not in text(page, "result")
-    move(page, machine="memory-bound server")
-    assert text(page, "result").endswith(unknown) and "memory-bound server (simulated)" in text(page, "facts")
-    move(page, c=0.2)
-    assert "custom (simulated)" in text(page, "facts")
-    run.record.measurements.pop("baseline")
-    (tmp_path / "trace.json").write_text(json.dumps(explorer.reduced(run, Tables(run.trace))))
-    page.locator("#file").set_input_files(tmp_path / "trace.json")
-    page.wait_for_function("() => document.querySelector('#message').textContent.startsWith('trace')")
-    assert text(page, "result").endswith(unknown) and text(page, "subject").endswith("was not measured.")
-
-
-def test_the_page_begins_with_k_on_a_text_worth_seeing_and_nothing_jumps_while_k_is_dragged(page, tmp_path):
-    asked = []
-    page.on("request", lambda request: asked.append(request.url))
-    opened(page, tmp_path)
-    assert page.locator("h1").inner_text().startswith("Drag K")
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.id") == "k"
-    assert page.locator("#prompt").input_value() == "edit-02"
-    names = page.locator("#drafter option").all_inner_texts()
-    assert names == ["prompt lookup", "Medusa heads", "jump drafter", "SmolLM2-135M, llama.cpp q4_0"]
-    assert "epyc-zen1-llama: AMD EPYC, 2 cores, llama.cpp f16" in page.locator("#machine option").all_inner_texts()
-    place = "Object.values(byId('chart').getBoundingClientRect().toJSON())"
-    for width in (420, 900, 1200, 1600):
-        page.set_viewport_size({"width": width, "height": 900})
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        places = set()
-        for k in range(25):
-            (took,) = move(page, k=k)
-            assert took < 100
-            places.add(tuple(page.evaluate(place)))
-        assert len(places) == 1, width
-    assert [url for url in asked if not url.startswith(("file:", "about:"))] == []
-
-
-def test_what_a_link_asks_for_and_the_page_lacks_is_said(page, tmp_path):
-    kept = {"drafter": "lookup(n=1..6,x4)", "k": "8", "machine": THIS_MACHINE, "content": "all", "policy": FIXED}
-    for name, value in {
-        "drafter": "magic",
-        "k": "99",
-        "machine": "moon",
-        "content": "poetry",
-        "policy": "luck",
-        "t": "7",
-    }.items():
-        opened(page, tmp_path, f"#{name}={value}")
-        assert f"{name} = {value}" in text(page, "message")
-        assert {each: page.locator(f"#{each}").input_value() for each in kept} == kept
-    page.evaluate("location.hash = 'k=3&drafter=medusa&t=0.4'")  # a link pasted into the open page
-    page.wait_for_function("() => byId('k-shown').value === '3'")
-    assert page.locator("#drafter").input_value() == "medusa" and text(page, "message") == ""
-    assert page.evaluate("samplingNow().temperature") == 0.4
-    page.get_by_role("button", name="Reset", exact=True).click()
-    assert {each: page.locator(f"#{each}").input_value() for each in kept} == kept

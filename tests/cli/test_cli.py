@@ -252,11 +252,19 @@ def runs(monkeypatch, tmp_path):
     def run_notebook(path, params, **options):
         noted.append((Path(path).stem, dict(params)))
         bad = Path(path).stem.startswith("bad")
+        error = {"kind": "KeyError", "message": "'x'", "cell": 2} if bad else None
         return NotebookOutcome(
-            notebook=Path(path).name, notebook_sha256="0", run_id="r", params=dict(params), started="", ended="",
-            status="failed" if bad else "completed", error={"kind": "KeyError", "message": "'x'"} if bad else None,
-            duration_s=1.0, kernel_starts=1, output=str(tmp_path / "notebook.ipynb"),
-        )  # fmt: skip
+            notebook=Path(path).name,
+            notebook_sha256="0",
+            run_id="r",
+            params=dict(params),
+            status="failed" if bad else "completed",
+            error=error,
+            started="",
+            ended="",
+            duration_s=1.0,
+            output=str(tmp_path / "notebook.ipynb"),
+        )
 
     monkeypatch.setattr(engine, "run_notebook", run_notebook)
     monkeypatch.setattr(notebook, "find_notebook", Path)
@@ -288,7 +296,7 @@ def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs,
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
     warning, *others = err.splitlines()
-    assert "1.9 of 2" in warning and others == ["done", "specnb: bad_one: KeyError: 'x'"]
+    assert "1.9 of 2" in warning and others == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
 
 
 def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from specnb.book import claims
 from specnb.book import league as tables
 from specnb.decode.router import Arm, Router
 from specnb.draft.load import LoadedDrafter
@@ -56,8 +57,8 @@ def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
     assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
     assert tables.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
-    values = tables.league_values(record)
-    assert values["self"].n == 6 and values["trained"].n == 0
+    values = claims.values_of(record, {"ranks": table})
+    assert values["itself"].n == 6 and values["trained"].n == 0
     assert tables.draw_contents(tables.compare_contents(record, 0.0)).data
 
 

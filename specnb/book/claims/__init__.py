@@ -1,28 +1,35 @@
 """Claims of published notes, judged by what a run measured.
 
-`data/claims.toml` says by which named value a claim is judged, and how: a verdict follows from where the interval of
-that value lies, inside what is claimed, outside of it, or across an end. The module of a notebook in `book` computes
-the values; the record keeps what was judged, and the gallery reads it there.
+`data/claims.toml` defines, for each notebook, values as expressions over the record of a run, and the claims that these
+values decide. A verdict follows from the position of a value's interval: inside the claimed range, outside of it, or
+across one of its ends. The record stores the verdicts; the gallery reads them from there.
 """
 
 from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from typing import Any, NamedTuple, Self
 
+import numpy as np
+import pandas as pd
 from IPython.display import Markdown
+from jinja2 import StrictUndefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from specnb.book.claims import report
 from specnb.io import project_dir, read_json, read_toml
-from specnb.measure.bench import FEWEST
+from specnb.measure.bench import FEWEST, NORMAL, interval, rate, wilson
 from specnb.records import RunRecord
 from specnb.store import figures_dir, save, save_beside_figures
 
 Values = dict[str, Any]
-"""Values that claims are judged by, by name."""
+"""Named values that claims refer to."""
 VERDICTS = {
-    "reproduced": "also seen here", "explained": "true there, and why", "corrected": "false, or for another reason",
-    "undecided": "the data do not tell", "not testable here": "needs another machine or model",
-}  # fmt: skip
+    "reproduced": "also observed here",
+    "explained": "true there, and why",
+    "corrected": "false, or for another reason",
+    "undecided": "the data do not decide it",
+    "not testable here": "needs another machine or model",
+}
 
 
 class Estimate(NamedTuple):
@@ -35,8 +42,12 @@ class Estimate(NamedTuple):
 
     @classmethod
     def exact(cls, value: float, n: int) -> Self:
-        """Return what was counted, and has no interval."""
+        """Return a count or another value without an interval."""
         return cls(float(value), float(value), float(value), n)
+
+    def __sub__(self, other: Self) -> "Estimate":
+        """Return the difference, with both values at the opposite ends of their intervals."""
+        return Estimate(self.value - other.value, self.low - other.high, self.high - other.low, self.n)
 
     def __format__(self, spec: str) -> str:
         if isnan(self.value):
@@ -51,11 +62,11 @@ FEW = "too few data"
 
 
 class Claim(NamedTuple):
-    """A claim and how it is judged: by a person (`judgement`), or by where the interval of the named `value` lies.
+    """A claim and how it is judged: by a person (`judgement`), or by the interval of the named `value`.
 
-    It `holds` inside `claimed`, `fails` outside; across an end, and from fewer than `needs` prompts, it is undecided.
-    A claim of which only a planted fault was judged (`planted`) is undecided, too; a note gives the verdict for the
-    plant. `evidence` is true for every verdict; the `conclusion` for the computed verdict, if any, is added to it.
+    It `holds` inside `claimed`, `fails` outside. Across an end, and from fewer than `needs` prompts, it is undecided.
+    So is a claim of which only a planted fault was judged (`planted`); a note gives the verdict for the planted fault.
+    `evidence` is true for every verdict; the `conclusion` for the computed verdict, if any, is added to it.
     """
 
     claim: str
@@ -71,7 +82,7 @@ class Claim(NamedTuple):
     planted: bool = False
 
     def verdict(self, measured: Estimate | float | None) -> str:
-        """Return the verdict that a value of this claim comes to; None is for a run of another set-up."""
+        """Return the verdict for a value of this claim; None stands for a run with another setup."""
         if measured is None:
             return "not testable here"
         _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
@@ -81,17 +92,21 @@ class Claim(NamedTuple):
         return self.holds if start <= low <= end else self.fails
 
     def judge(self, values: Values) -> dict[str, str]:
-        """Return the row of this claim; `note` marks a judgement, too few data, and the verdict in a planted twin.
+        """Return the row of this claim; `note` marks a judgement, too few data, and the verdict for a planted fault.
 
         Raises KeyError for a value or a placeholder that is missing in `values`.
         """
-        verdict, note, evidence = self.judgement, "judgement", self.evidence.format_map(values)
+        verdict = self.judgement
+        note = "judgement"
+        evidence = self.evidence.format_map(values)
         if not verdict:
             value = values[self.value]
-            verdict, note = self.verdict(value), ""
+            verdict = self.verdict(value)
+            note = ""
             evidence += self.conclusion.get(verdict, "").format_map(values)
             if isinstance(value, Estimate) and value.n < self.needs:
-                note, have = FEW, f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
+                note = FEW
+                have = f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
                 evidence = f"{have}: {evidence}"
             elif self.planted:
                 verdict, note = "undecided", f"in the planted twin: {verdict}"
@@ -100,14 +115,16 @@ class Claim(NamedTuple):
 
 def claims_of(notebook: str) -> list[Claim]:
     """Return the claims that a notebook judges, in order; none where it judges none."""
-    claims = read_toml(project_dir() / "data" / "claims.toml")
-    return [Claim(**claim) for claim in claims.get(notebook, ())]
+    return [Claim(**claim) for claim in _read_claims().get(notebook, ())]
 
 
-def judge_claims(record: RunRecord, values: Values) -> Markdown:
-    """Judge a run's notebook by `values` and `fixed_values`, save the verdicts with its record, return their table."""
-    named = fixed_values() | values
-    rows = [claim.judge(named) for claim in claims_of(record.experiment)]
+def judge_claims(record: RunRecord, tables: Values | None = None) -> Markdown:
+    """Judge the claims of a run's notebook, save the verdicts with its record, and return their table.
+
+    `tables` are values that the expressions of the notebook use in addition to the record.
+    """
+    values = values_of(record, tables)
+    rows = [claim.judge(values) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = {"schema_version": 1, "rows": rows}
     save(record)
     save_beside_figures(record, figures_dir(record))  # those were published before it held the claims
@@ -115,10 +132,11 @@ def judge_claims(record: RunRecord, values: Values) -> Markdown:
 
 
 def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
-    """Return the table of claims as Markdown, with what the verdicts mean, and how many the run is too small for."""
+    """Return the claims as a Markdown table, with the meaning of each verdict and the number of claims without data."""
     few = sum(row["note"] == FEW for row in rows)
-    lines = [f"**Undecided for want of data: {few} of {len(rows)} claims. A larger run may decide.**", ""]
-    lines = lines * bool(few) + ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
+    lines = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
+    if few:
+        lines = [f"**Undecided for want of data: {few} of {len(rows)} claims. A larger run may decide.**", "", *lines]
     for row in rows:
         note = f" ({row['note']})" if row["note"] else ""
         lines.append(f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |")
@@ -126,14 +144,94 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
 
 
-def fixed_values() -> Values:
-    """Return the named values that claims are judged by without a run, which `data/claims.py` derives.
+# --- values: expressions over a record ---
 
-    `code` and `prose` are rows of `report.compare_with_line` by K, `copy` is the run of the model as its own draft.
+
+def values_of(record: RunRecord, tables: Values | None = None) -> Values:
+    """Return the values of a run's notebook by name.
+
+    The expressions of `data/claims.toml` are evaluated in order, each with the names before it: the values of
+    `read_fixed`, `params`, the measurements of the record (tables as data frames, empty ones undefined), and `tables`.
     """
-    values, runs = read_json(project_dir() / "data" / "claims.json"), report.read_runs()
+    measured = {
+        name: pd.DataFrame(value) if isinstance(value, list) and isinstance(value[0], dict) else value
+        for name, value in record.measurements.items()
+        if value != []
+    }
+    names = read_fixed() | {"params": record.params} | measured | (tables or {})
+    return evaluate(_read_claims()["values"].get(record.experiment, {}), names)
+
+
+def read_fixed() -> Values:
+    """Return the values that need no run: those of `data/claims.json`, and rows of the field report.
+
+    `code` and `prose` are rows of `report.compare_with_line` by K; `copy` is the run of the model as its own draft.
+    """
+    values = read_json(project_dir() / "data" / "claims.json")
+    runs = report.read_runs()
     for name, value in values.items():
         values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
     rows = report.compare_with_line(runs, report.fit_line(runs)).set_index("k")
     (copy,) = runs.query("content == 'self'").itertuples()
     return values | {name: rows[rows["content"] == name] for name in ("code", "prose")} | {"copy": copy}
+
+
+def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values:
+    """Return `names` and, by name, the value of each expression, which may use all names before it.
+
+    Expressions are those of Jinja, in its sandbox: they reach no attribute that begins with an underscore.
+
+    >>> evaluate({"share": "kept / drafted", "most": "share > 0.5"}, {"kept": 3, "drafted": 4})["most"]
+    True
+    """
+    values = dict(names)
+    for name, expression in expressions.items():
+        compiled = _SANDBOX.compile_expression(expression, undefined_to_none=False)
+        values[name] = compiled(values)
+    return values
+
+
+def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Estimate:
+    """Return the `value` of a row with its columns low, high and n_prompts (else `n`); MISSING where it is NaN."""
+    if pd.isna(row[value]):
+        return MISSING
+    return Estimate(*row[[value, "low", "high"]].astype(float), row["n_prompts"] if n is None else n)
+
+
+def share(part: int, whole: int) -> Estimate:
+    """Return a share of counts with Wilson's interval."""
+    return Estimate(part / whole, *wilson(part / whole, whole, NORMAL), FEWEST)
+
+
+def ratio(numerators: pd.Series, denominators: pd.Series) -> Estimate:
+    """Return total over total, from columns of lists that are paired by prompt."""
+    pairs = np.stack([np.concatenate([*part]) if len(part) else [] for part in (numerators, denominators)], axis=1)
+    return Estimate(*interval(pairs, rate), len(pairs)) if len(pairs) else MISSING
+
+
+def rate_change(last: pd.DataFrame, first: pd.DataFrame) -> Estimate:
+    """Return by how much a rate differs, from rows (accepted, drafted) that are paired by conversation."""
+    counts = np.hstack([last, first])
+    counts = counts[counts[:, [1, 3]].all(axis=1)]
+    return Estimate(*interval(counts, _rate_difference, log=False), len(counts)) if len(counts) else MISSING
+
+
+def _rate_difference(rows: np.ndarray) -> float:
+    accepted, drafted, accepted_first, drafted_first = rows.sum(axis=0)
+    return accepted / drafted - accepted_first / drafted_first
+
+
+def _read_claims() -> dict[str, Any]:
+    return read_toml(project_dir() / "data" / "claims.toml")
+
+
+_SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
+_SANDBOX.globals |= {
+    "missing": MISSING,
+    "counted": Estimate.exact,
+    "Estimate": Estimate,
+    "estimate": estimate,
+    "share": share,
+    "ratio": ratio,
+    "rate_change": rate_change,
+}

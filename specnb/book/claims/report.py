@@ -1,6 +1,7 @@
-"""A field report's own speeds as a line of cost, and its experiment in small, as it was measured here.
+"""A cost model fitted to the speeds of a field report, and its experiment repeated here with small models.
 
-The report (`data/report`) is of llama.cpp, Qwen2.5-Coder-32B and a draft model of 0.5B, on a server of 96 cores.
+The report (`data/report`) used llama.cpp, Qwen2.5-Coder-32B and a draft model of 0.5B, on a server
+with 96 cores.
 """
 
 from typing import Any, NamedTuple
@@ -10,22 +11,37 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import COLOURS, MARKERS, dress, series, template
+from specnb.book.style import COLORS, MARKERS, dress, series, template
 from specnb.io import project_dir, read_json
 
 LONGEST = 64
-"""Up to this K the fastest is sought on a line of cost."""
+"""The largest K that is considered as the fastest."""
 SHOWN = [
-    "setting", "k", "tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "round_ms", "speedup",
-    "speedup_low", "speedup_high", "predicted", "predicted_low", "predicted_high", "over_fastest", "n_prompts",
-]  # fmt: skip
-"""Columns of `read_small` for a reader."""
+    "setting",
+    "k",
+    "tokens_per_s",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "tau",
+    "round_ms",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
+    "predicted",
+    "predicted_low",
+    "predicted_high",
+    "over_fastest",
+    "n_prompts",
+]
+"""Columns of `read_small` for display."""
 
 
 class RoundLine(NamedTuple):
-    """Seconds of a round on a straight line over K: all that speeds alone tell of a machine.
+    """Seconds of a round as a linear function of K.
 
-    `per_draft_s` is a draft step and the column that it adds to the target's forward, which speeds cannot part.
+    `per_draft_s` is the cost of a draft step plus one more token in the target's forward pass: speeds
+    alone cannot separate the two.
     """
 
     base_s: float
@@ -37,9 +53,10 @@ class RoundLine(NamedTuple):
 
 
 def read_runs() -> pd.DataFrame:
-    """Return the runs of `data/report`, one a row, with acceptance_rate, tau, round_s and implied_c of each.
+    """Return one row per run of `data/report`, with acceptance_rate, tau, round_s and implied_c.
 
-    Rates come from counts where there are any. implied_c is what a draft adds to a round in the target's plain steps.
+    Rates are computed from counts where available. implied_c is the cost that a draft token adds to a
+    round, in plain steps of the target.
     """
     folder = project_dir() / "data" / "report"
     table, models = (pd.read_csv(folder / f"{name}.csv") for name in ("speeds", "models"))
@@ -52,45 +69,58 @@ def read_runs() -> pd.DataFrame:
 
 
 def fit_line(table: pd.DataFrame) -> RoundLine:
-    """Return the cost of a round over K, fitted to the rows of code alone."""
+    """Return the cost of a round over K, fitted to the rows of code only."""
     code = table.query("content == 'code'")
     per_draft_s, base_s = np.polyfit(code["k"], code["round_s"], 1)
     return RoundLine(base_s, per_draft_s)
 
 
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
-    """Return the rows of `read_runs` beside what the line predicts for its drafter; empty for another.
+    """Return the rows of `read_runs` with the predictions of the line; NaN for another drafter.
 
-    error is relative. alpha is the chance of every draft, were it constant, that gives a row's tau; best_k is the
-    fastest K up to LONGEST that alpha has on the line.
+    error is relative. alpha is the constant acceptance rate that gives a row's tau; best_k is the
+    fastest K up to LONGEST for that alpha.
     """
-    same, ks = table["content"] != "self", np.arange(LONGEST + 1)
+    same = table["content"] != "self"
+    ks = np.arange(LONGEST + 1)
     predicted = (table["tau"] / cost.seconds(table["k"])).where(same)
     alphas = [_constant_alpha(row.k, row.tau) for row in table.itertuples()]
     best_k = [1 + np.argmax((np.cumsum(alpha**ks) / cost.seconds(ks))[1:]) for alpha in alphas]
     return table[["content", "k", "acceptance_rate", "tau"]].assign(
-        round_ms=1000 * table["round_s"], implied_c=table["implied_c"], in_fit=table["content"] == "code",
-        tokens_per_s=table["tokens_per_s"], predicted=predicted, error=predicted / table["tokens_per_s"] - 1,
-        alpha=alphas, best_k=pd.Series(best_k, table.index, "Int64").where(same),
-    )  # fmt: skip
+        round_ms=1000 * table["round_s"],
+        implied_c=table["implied_c"],
+        in_fit=table["content"] == "code",
+        tokens_per_s=table["tokens_per_s"],
+        predicted=predicted,
+        error=predicted / table["tokens_per_s"] - 1,
+        alpha=alphas,
+        best_k=pd.Series(best_k, table.index, "Int64").where(same),
+    )
 
 
 def _constant_alpha(k: int, tau: float) -> float:
-    """The positive root of 1 + a + ... + a^k = tau."""
+    """Return the positive root of 1 + a + ... + a^k = tau."""
     roots = np.roots([1.0] * k + [1 - tau])
     return max(root.real for root in roots if abs(root.imag) < 1e-9)
 
 
 def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
-    """Milliseconds of a round over K: each published run, the fitted line, and a plain step at K = 0."""
+    """Draw the milliseconds of a round over K: published runs, the fitted line, and a plain step at K = 0."""
     names = {"code": "code, tokens/s beside", "prose": "prose, not fitted"}
     rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
     figure = px.scatter(
-        rows, x="k", y="round_ms", color="content", symbol="content", symbol_sequence=["circle", "square-open"],
-        text=rows["tokens_per_s"].map("{:.2f}/s".format), template=template(),
-    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)  # fmt: skip
+        rows,
+        x="k",
+        y="round_ms",
+        color="content",
+        symbol="content",
+        symbol_sequence=["circle", "square-open"],
+        text=rows["tokens_per_s"].map("{:.2f}/s".format),
+        template=template(),
+    ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)
     figure.data[1].textposition = "bottom right"  # prose lies on code's marks
-    ends, plain_ms = [0, rows["k"].max()], 1000 * rows["plain_s"].iloc[0]
+    ends = [0, rows["k"].max()]
+    plain_ms = 1000 * rows["plain_s"].iloc[0]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
     figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
     figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", **series(2))
@@ -102,10 +132,10 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
 
 
 def read_small() -> pd.DataFrame:
-    """Return what `tests/benchmarks/report_pair.py` measured: a row a setting and K, K = 0 being plain decoding.
+    """Return the results of `tests/benchmarks/report_pair.py`: one row per setting and K (0: plain decoding).
 
-    round_ms is a whole round. speedup and predicted, with their ends, are over plain decoding of the same setting,
-    over_fastest over the fastest of all settings, which hold the same weights.
+    speedup and predicted, with their intervals, are over plain decoding in the same setting;
+    over_fastest is over the fastest of all settings, which have the same weights.
     """
     table = pd.DataFrame(read_json(project_dir() / "data" / "report" / "small.json")["rows"])
     fastest = table.loc[table["k"] == 0, "tokens_per_s"].max()
@@ -115,21 +145,30 @@ def read_small() -> pd.DataFrame:
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
-    """Speed-up over K: live as marks, predicted as lines, by setting; beside them the report's own rows of code."""
+    """Draw the speed-up over K by setting: live as marks, predicted as lines; and the report's runs on code."""
     figure = go.Figure()
     for index, (setting, rows) in enumerate(table.query("k > 0").groupby("setting", sort=False)):
         figure.add_scatter(
             x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **series(index)
         )
         figure.add_scatter(
-            x=rows["k"], y=rows["speedup"], mode="markers", name=f"{setting}, live", **series(index),
+            x=rows["k"],
+            y=rows["speedup"],
+            mode="markers",
+            name=f"{setting}, live",
+            **series(index),
             error_y_array=rows["speedup_high"] - rows["speedup"],
             error_y_arrayminus=rows["speedup"] - rows["speedup_low"],
-        )  # fmt: skip
+        )
     code = runs.query("content == 'code'")
     figure.add_scatter(
-        x=code["k"], y=code["tokens_per_s"] * code["plain_s"], mode="markers", name="the report's, one run each",
-        marker_symbol=MARKERS[-1], marker_color=COLOURS[-1], marker_size=10,
-    )  # fmt: skip
+        x=code["k"],
+        y=code["tokens_per_s"] * code["plain_s"],
+        mode="markers",
+        name="the report's, one run each",
+        marker_symbol=MARKERS[-1],
+        marker_color=COLORS[-1],
+        marker_size=10,
+    )
     figure.update_xaxes(tickvals=table["k"].unique())
     return dress(figure, "small")

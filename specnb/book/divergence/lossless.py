@@ -3,7 +3,6 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.claims import Values
 from specnb.book.style import dots, dress
 from specnb.records import RunRecord
 
@@ -43,10 +42,3 @@ def planted_figure(record: RunRecord) -> go.Figure:
     sums = {name: f"{name}: {says}" for name, says in SUMS.items()}
     rows = planted(record).rename(columns=sums).melt("planted", [*sums.values()], var_name="sum", value_name="z")
     return dress(dots(rows, x="z", y="planted", by="sum"), "planted")
-
-
-def lossless_values(record: RunRecord) -> Values:
-    """Return the named values that the claims of notebook 08 are judged by."""
-    same, texts = greedy(record)["identical"], note(record)["text"].tolist()
-    sound, appended = (text.count("Hello") for text in texts[:2]) if texts else (0, 0)
-    return {"n_same": same.sum(), "n": len(same), "twice": appended > sound, "n_hello": appended}

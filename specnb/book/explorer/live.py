@@ -1,22 +1,15 @@
-"""The explorer's trace and models: opens a trace or records one, and runs a setting for real."""
+"""The trace and the models of the explorer: open or record a trace, and run a setting live."""
 
-import re
 import threading
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property, partial
 from itertools import product
 
-import pandas as pd
-
-from specnb.book.claims import MISSING, Estimate, Values
-from specnb.book.explorer.tables import ALL, SHIPPED, THIS_MACHINE, TRACE, Setting, Tables, TracedRun, stored
-from specnb.book.tables import best_k
+from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import parse
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.auto import route_between
@@ -35,7 +28,7 @@ LIVE_PROMPTS = 3
 
 
 class Workbench:
-    """What the parameters of notebook 09 name; models are opened when they are first needed.
+    """The models and prompts of notebook 09; models are opened on first use.
 
     Only one thread at a time may use a model, so `record` and `run_live` wait for each other.
     """
@@ -59,14 +52,15 @@ class Workbench:
         return drafters
 
     def trace(self, progress: Progress = silent) -> TracedRun:
-        """Return the trace that `params.trace` asks for, with a record of this run.
+        """Return the trace that `params.trace` asks for, with a record of this run, and save both.
 
-        Trace and record lie in the results afterwards. The record of a run that takes the trace of another one names it
-        in `provenance["source"]`, and `params` become those of the other. Raises what `stored`, `save`, `load` and
-        `load_drafter` raise.
+        If the trace is that of an earlier run, the record names it in `provenance["source"]`, and
+        `params` become those of the earlier run. Raises the errors of `stored`, `save`, `load` and
+        `load_drafter`.
         """
-        asked, source = self.params.model_dump(mode="json"), self.params.trace
-        if source == "auto":  # whoever asks for anything wants their own
+        asked = self.params.model_dump(mode="json")
+        source = self.params.trace
+        if source == "auto":  # any parameter that is not the default needs a new trace
             source = SHIPPED if self.params == ExplorerParams(budget="quick") else "new"
         run = self.record(progress) if source == "new" else stored(source)
         record = origin = run.record
@@ -75,25 +69,29 @@ class Workbench:
             origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
             self.params = ExplorerParams.model_construct(**origin.params)
             when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
-            now, name = datetime.now(UTC), run_id(EXPERIMENT, asked)
+            now = datetime.now(UTC)
+            name = run_id(EXPERIMENT, asked)
             fields = {"experiment": EXPERIMENT, "run_id": name, "params": asked, "started": now, "ended": now}
             named = origin.model_dump(mode="json", include={*fields})
-            # its generations are the other run's: no query counts them twice
+            # the generations belong to the earlier run: no query counts them twice
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
             record = origin.model_copy(update=fields)
         run.trace.save(save(record) / TRACE)
-        took, cpu = origin.ended - origin.started, record.provenance["cpu"]["model"]
+        took = origin.ended - origin.started
+        cpu = record.provenance["cpu"]["model"]
         line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
         line += f" in {took.total_seconds():.0f} s on {cpu}"
-        line += "; the machine was busy while forwards were timed" * bool(run.curve.busy)
+        if run.curve.busy:
+            line += "; the machine was busy while forward passes were timed"
         return run._replace(record=record, origin=line)
 
     def record(self, progress: Progress = silent) -> TracedRun:
-        """Generate every prompt plainly with every sampling, follow every drafter along it, and measure costs.
+        """Generate every prompt plainly with every sampling, record every drafter along it, measure costs.
 
         The record's `measurements` hold T(n), each drafter's c, and the baseline.
         """
-        p, models = self.params, (self.target, self.drafters)
+        p = self.params
+        models = (self.target, self.drafters)
         study = Experiment(EXPERIMENT, p, self.chosen, *models)
         recordings = []
         settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
@@ -109,20 +107,26 @@ class Workbench:
         return TracedRun(study.record(), Trace(tuple(recordings)), next(iter(costs.values())).curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
-        """Some prompts of the setting's content plainly and with drafts, in turn; a warm-up is not kept.
+        """Generate prompts of the setting's content plainly and with drafts, alternating, after a warm-up.
 
-        The second result says whether the machine was busy. Raises what `load`, `load_drafter` and `generate` raise.
+        The second result is whether the machine was busy. Raises the errors of `load`, `load_drafter`
+        and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
         generations = []
         with self._in_use:
-            drafter, p = next(d for d in self.drafters if d.name == setting.drafter), self.params
+            drafter = next(d for d in self.drafters if d.name == setting.drafter)
+            p = self.params
             plain = partial(
-                generate, self.target, temperature=setting.temperature, top_p=setting.top_p, seed=p.seed,
+                generate,
+                self.target,
+                temperature=setting.temperature,
+                top_p=setting.top_p,
+                seed=p.seed,
                 max_new_tokens=p.max_new_tokens,
-            )  # fmt: skip
-            if setting.policy == AUTO:  # by costs that are measured now
+            )
+            if setting.policy == AUTO:  # with costs that are measured now
                 drafted = partial(plain, drafter=route_between(self.target, [drafter]))
             else:
                 drafted = partial(plain, drafter=drafter, k=setting.controller(p.k_max))
@@ -133,22 +137,3 @@ class Workbench:
                 progress(len(generations), 2 * len(chosen), prompt.id)
                 generations.append(run(prompt))
             return generations, started.during(self.target.caps, generations).busy
-
-
-def explorer_values(tables: Tables, predicted: pd.DataFrame, c: Mapping[str, float]) -> Values:
-    """Return the named values that the claims of notebook 09 are judged by, of a `sweep`.
-
-    `copy_best` is the best speed-up of the target's own coarser copy, missing where none drafted; `copy_here` is the
-    same, and None where the copy drafted in another engine.
-    """
-    target, drafter, best = tables.recordings[0].target, tables.drafters[-1], MISSING
-    is_copy = len({re.split("[?:]", name)[0] for name in (target, drafter)}) == 1
-    across = is_copy and parse(target).backend != parse(drafter).backend
-    if is_copy:
-        pooled = predicted.query("category == @ALL and temperature == temperature.min()")
-        row = best_k(pooled).set_index(["machine", "drafter"]).loc[(THIS_MACHINE, drafter)]
-        best = Estimate(row["speedup"], row["low"], row["high"], pooled["n_prompts"].min())
-    return {
-        "copy_best": best, "copy_here": None if across else best, "copy_c": c[drafter],
-        "across": ", which compares two engines" * across,
-    }  # fmt: skip

@@ -1,7 +1,8 @@
-"""The explorer as one HTML file: a trace reduced to what fixed K needs, in a page that replays it without a kernel.
+"""The explorer as one HTML file, which replays a reduced trace without a kernel.
 
-`python -m specnb.book.explorer.page TRACE OUT` writes OUT: a page, or the trace alone where OUT ends in `.json`, to
-be dropped on a page. TRACE is the name of a shipped trace or the folder of a run of notebook 09.
+`python -m specnb.book.explorer.page TRACE OUT` writes OUT: the page, or only the trace if OUT ends in
+`.json`, which readers can drop on a page. TRACE is the name of a shipped trace or the folder of a run
+of notebook 09.
 """
 
 import json
@@ -26,21 +27,27 @@ from specnb.measure.replay import split
 from specnb.registry import DRAFTERS
 
 Json = dict[str, Any]
-"""An object in the types of JSON."""
+"""A JSON object."""
 FORMAT = 3
 CONSTANTS = {
-    "format": FORMAT, "fewest": FEWEST, "fates": FATES, "fixed": FIXED,
+    "format": FORMAT,
+    "fewest": FEWEST,
+    "fates": FATES,
+    "fixed": FIXED,
     "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()}
     | {AUTO: {"option": "", "depends": ["machine"]}},
-}  # fmt: skip
-TAIL = 400  # characters of a prompt that are shown before its text
-DIGITS = 5  # of chances and counts: the page shows two
+}
+TAIL = 400  # characters at the end of a prompt that are shown
+DIGITS = 5  # of probabilities and counts; the page shows two
 
 
 def reduced(run: TracedRun, tables: Tables) -> Json:
-    """Return what the page replays, in JSON's types; `tables` are those of the run's trace."""
-    record, curve, target = run.record, run.curve, tables.recordings[0].target
-    facts, caps = record.provenance, record.provenance["extra"]["target"]
+    """Return the data of the page as JSON; `tables` are those of the run's trace."""
+    record = run.record
+    curve = run.curve
+    target = tables.recordings[0].target
+    facts = record.provenance
+    caps = record.provenance["extra"]["target"]
     engine = f"{caps['engine']} {caps['dtype']}"
     place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
     fastest = baseline(record)
@@ -56,21 +63,28 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
         "baseline": fastest.model_dump(),
         "k_max": tables.k_max,
         "curve": {"widths": curve.widths, "median_s": curve.median_s, "busy": bool(curve.busy)},
-        "drafters": [{
-            "name": name, "readable": readable(name), "registered": name.partition("(")[0] in DRAFTERS,
-            "c": run.c[name], "is_model": name in tables.models, "policies": tables.policies(name),
-        } for name in tables.drafters],
+        "drafters": [
+            {
+                "name": name,
+                "readable": readable(name),
+                "registered": name.partition("(")[0] in DRAFTERS,
+                "c": run.c[name],
+                "is_model": name in tables.models,
+                "policies": tables.policies(name),
+            }
+            for name in tables.drafters
+        ],
         "texts": texts,
         "recordings": [
             {"text": texts.index(content), **_recording(recording)}
             for recording, content in zip(tables.recordings, contents, strict=True)
         ],
         "played": list(_played(tables)),
-    }  # fmt: skip
+    }
 
 
 def _content(recording: Recording) -> Json:
-    """Return what the recordings of all drafters along one text share."""
+    """Return the fields that the recordings of all drafters along one text share."""
     names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
     return {name: getattr(recording, name) for name in names} | {
         "pieces": [shown_text(piece, " ") for piece in recording.pieces],
@@ -82,13 +96,13 @@ def _recording(recording: Recording) -> Json:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
-        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # no round gets behind a 0
+        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # no round passes a 0
     rows = {"p": recording.p_target, "q": recording.q_draft}
     return {
         "drafter": recording.drafter,
         "round_steps": recording.round_steps,
         "offered": recording.offered,
-        # a draft model's chance is that of the token, wherever the round starts
+        # for a draft model the probability depends on the token only, not on the start of the round
         **({"kept": [row[0] if row else 0 for row in keep]} if recording.beliefs else {"keep": keep}),
         "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in recording.drafts],
         **{name: [round(chance, 2) for chance in row] for name, row in rows.items() if row},
@@ -96,7 +110,7 @@ def _recording(recording: Recording) -> Json:
 
 
 def _played(tables: Tables) -> Iterator[Json]:
-    """Walk the policies that no slider changes, for each choice of recordings."""
+    """Simulate the policies that no slider changes, for each choice of recordings."""
     places = product(tables.drafters, tables.samplings, (ALL, *tables.contents))
     for drafter, (temperature, top_p), content in places:
         for policy in tables.policies(drafter):
@@ -105,7 +119,7 @@ def _played(tables: Tables) -> Iterator[Json]:
 
 
 def play(tables: Tables, setting: Setting) -> Json:
-    """Return what a policy comes to on each recording of a setting: counts as `replay.split`, and its rounds."""
+    """Return counts (as `replay.split`) and rounds of a policy on each recording of a setting."""
     _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
     return {name: getattr(setting, name) for name in place} | {
@@ -116,12 +130,12 @@ def play(tables: Tables, setting: Setting) -> Json:
 
 
 def _short(numbers: np.ndarray) -> list[float]:
-    """Return them rounded, without zeros at the end."""
+    """Return rounded numbers without trailing zeros."""
     return np.trim_zeros(numbers.round(DIGITS), "b").tolist()
 
 
 def page(trace: Json, above: str = "") -> str:
-    """Return the page that opens on a trace that `reduced` returned, below what HTML is to stand `above` it."""
+    """Return the page for a trace that `reduced` returned, with the HTML `above` at its top."""
     text = Path(__file__).with_suffix(".html").read_text("utf-8").replace("@ABOVE@", above)
     constants = CONSTANTS | {"machines": plain(NAMED | machine_rows())}
     for mark, value in (("@CONSTANTS@", constants), ("@TRACE@", trace)):
@@ -130,7 +144,7 @@ def page(trace: Json, above: str = "") -> str:
 
 
 def write_page(trace: str, out: Path) -> None:
-    """Write OUT, a page (.html) or what is dropped on one (.json), from a run of notebook 09 or a shipped trace."""
+    """Write a run of notebook 09, or a shipped trace, as a page (.html) or as its data (.json)."""
     run = stored(trace)
     contents = reduced(run, Tables(run.trace))
     write_atomic(out, (json.dumps(contents) if out.suffix == ".json" else page(contents)).encode())

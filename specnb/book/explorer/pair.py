@@ -39,10 +39,10 @@ SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_r
 
 
 class PairReport(NamedTuple):
-    """The findings about a pair: a JSON document, the page that shows them with the explorer, and the run's record.
+    """The findings about a pair: a JSON document, the page that shows them with the explorer, and the record.
 
-    In the document, `predicted` is the best K by content and temperature, `live` the timings at K = `k`, and `costs` a
-    sentence on the costs of a round that the predictions are based on.
+    In the document, `predicted` is the best K by content and temperature, `live` the timings at
+    K = `k`, and `costs` a sentence about the costs of a round, on which the predictions are based.
     """
 
     document: dict[str, Any]
@@ -51,24 +51,39 @@ class PairReport(NamedTuple):
 
 
 def examine(
-    target: str, draft: str, *, source: str = "", contents: str = "", prompts_per_category: int = 5,
-    max_new_tokens: int = 64, progress: Progress = silent,
-) -> PairReport:  # fmt: skip
+    target: str,
+    draft: str,
+    *,
+    source: str = "",
+    contents: str = "",
+    prompts_per_category: int = 5,
+    max_new_tokens: int = 64,
+    progress: Progress = silent,
+) -> PairReport:
     """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
 
-    Without a `source` the shipped prompts are taken; without `contents`, a text with commas, all of a file,
-    or code, json and prose (json only with a chat template). The run is saved as one of notebook 09. Raises InputError
-    for a draft whose text has to be spelled in other tokens, and what `read.describe`, `load` and `generate` raise.
+    `source` defaults to the shipped prompts. `contents` are names separated by commas; the default is
+    all of a file, or code, json and prose (json only with a chat template). The run is saved as one of
+    notebook 09. Raises InputError for a draft model whose text has to be translated into other tokens,
+    and the errors of `read.describe`, `load` and `generate`.
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
     has_chat = described.vocab is not None and described.vocab.chat_template
     shipped = ["code", "json", "prose"] if has_chat else ["code", "prose"]
-    bench = Workbench(ExplorerParams.checked(
-        trace="new", target=target, drafters=[draft], prompts=source, temperatures=TEMPERATURES, top_p=1.0,
-        contents=contents or ([*categories(source)] if source else shipped),
-        prompts_per_category=prompts_per_category, max_new_tokens=max_new_tokens,
-    ))  # fmt: skip
+    bench = Workbench(
+        ExplorerParams.checked(
+            trace="new",
+            target=target,
+            drafters=[draft],
+            prompts=source,
+            temperatures=TEMPERATURES,
+            top_p=1.0,
+            contents=contents or ([*categories(source)] if source else shipped),
+            prompts_per_category=prompts_per_category,
+            max_new_tokens=max_new_tokens,
+        )
+    )
     progress(0, 1, f"loading {target}, {draft}")
     with closing(bench.target):
         try:
@@ -89,12 +104,18 @@ def examine(
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
     document = {
-        "target": timed.target, "draft": timed.drafter, "k": k,
-        "costs": run.curve.describe(*run.c.values(), across=timed.c_across_engines), "verdict": timed.verdict,
-        "conclusion": timed.conclusion, "vocabulary": vocabulary, "run_id": run.record.run_id,
-        "flags": flags_of(target, draft, k), "predicted": best.to_dict("records"),
+        "target": timed.target,
+        "draft": timed.drafter,
+        "k": k,
+        "costs": run.curve.describe(*run.c.values(), across=timed.c_across_engines),
+        "verdict": timed.verdict,
+        "conclusion": timed.conclusion,
+        "vocabulary": vocabulary,
+        "run_id": run.record.run_id,
+        "flags": flags_of(target, draft, k),
+        "predicted": best.to_dict("records"),
         "live": timed.table.to_dict("records"),
-    }  # fmt: skip
+    }
     template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
     predicted, live = (
         compact(table).to_html(index=False, border=0, justify="left") for table in (best[SHOWN], timed.table)
@@ -104,7 +125,7 @@ def examine(
 
 
 def flags_of(target: str, draft: str, k: int) -> dict[str, str]:
-    """Return the line of FLAGS for each engine, in which names and files are single words of a shell."""
+    """Return the line of FLAGS for each engine, with names and files quoted for a shell."""
     files = [str(local_file(parse(name)) or name) for name in (target, draft)]
     words = [*map(shlex.quote, (target, draft, *files))]
     return {engine: line.format(*words, k=k) for engine, line in FLAGS.items()}

@@ -1,7 +1,7 @@
-"""What the explorer shows, computed from a trace: exact counts once, then only costs are put on them.
+"""The numbers of the explorer, computed from a trace: exact counts once, then costs on top of them.
 
-The counts of every recording at every K are one array, so a new cost curve is one matrix product. A policy that looks
-back is walked along its recordings. No widget and no model is known here.
+The counts of every recording at every K are one array, so a new cost curve is one matrix product. A
+policy with memory is simulated along its recordings. This module uses no widget and no model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,21 +26,23 @@ from specnb.records import RunRecord
 from specnb.store import load_record
 
 ALL = "all"
-THIS_MACHINE, CUSTOM = "machine of the trace, measured", "custom"
+THIS_MACHINE = "machine of the trace, measured"
+CUSTOM = "custom"
 FREE = Cost.straight(CUSTOM, 1, 0)
-"""A machine on which drafts, and wider forwards, take no time."""
+"""A machine on which draft tokens and wider forward passes take no time."""
 WALKS = 40
-"""Recordings walked for one number: where a policy meets chance, few recordings are walked several times."""
+"""Number of simulated recordings: at temperature > 0, few recordings are simulated several times."""
 TRACE = "trace.parquet"
-"""The file of the trace, beside the record of its run."""
+"""The file of the trace, in the folder of its run."""
 SHIPPED = "smollm2-135m"
-"""The trace in `data/traces` that notebook 09 opens on, and the page of `specnb publish` too."""
+"""The trace in `data/traces` that notebook 09 and the page of `specnb publish` open."""
 
 
 class Setting(NamedTuple):
-    """A position of all sliders. `k` is the draft length, or the most that a policy which ends drafting may draft.
+    """The position of all controls. `k` is the draft length, or the maximum for a policy that stops earlier.
 
-    The recordings of its temperature and top_p are shown; `speedup` and the page interpolate between two temperatures.
+    It selects the recordings with its temperature and top_p; `speedup` and the page interpolate between
+    two temperatures.
     """
 
     drafter: str
@@ -52,16 +54,16 @@ class Setting(NamedTuple):
     top_p: float = 1.0
 
     def controller(self, k_max: int) -> Controller:
-        """Return a fresh one of the policy; `k_max` is the most drafts of one that K says nothing to."""
+        """Return a new controller of the policy; `k_max` is the maximum for a policy without the option K."""
         policy = POLICIES[self.policy]
         return policy.make(self.machine, self.k if "k" in policy.depends else k_max)
 
 
 class Tables:
-    """The trace, prepared. Building it takes a second for a thousand recordings; looking up costs next to nothing.
+    """A trace with its exact counts. Building it takes about a second for a thousand recordings.
 
-    Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens hold no decoding and
-    are left out. Raises InputError when nothing is left.
+    Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens are
+    dropped, because they contain no decoding. Raises InputError if none is left.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -77,12 +79,12 @@ class Tables:
         self.exact = expected_counts(self.recordings, range(self.k_max + 1))
 
     def seconds(self, counts: np.ndarray, machine: Cost) -> np.ndarray:
-        """Predicted decoding time in plain steps."""
+        """Return the predicted decoding time in plain steps."""
         widths, totals, _, _ = split(counts)
         return widths @ machine.ratios(self.k_max) + totals[..., 3] * machine.c
 
     def chosen(self, setting: Setting) -> list[int]:
-        """Indices of the recordings that a setting is about."""
+        """Return the indices of the recordings that a setting selects."""
         return [
             i
             for i, r in enumerate(self.recordings)
@@ -91,9 +93,10 @@ class Tables:
         ]
 
     def policies(self, drafter: str) -> list[str]:
-        """Those that can be replayed: their K is recorded and, where they read beliefs or matches, these are too."""
+        """Return the policies that can be replayed: the recordings have their K and the inputs they read."""
         recordings = [r for r in self.recordings if r.drafter == drafter]
-        reads, copies = any(r.beliefs or r.head_beliefs for r in recordings), any(r.support for r in recordings)
+        reads = any(r.beliefs or r.head_beliefs for r in recordings)
+        copies = any(r.support for r in recordings)
         fits = [
             name
             for name, policy in POLICIES.items()
@@ -102,14 +105,14 @@ class Tables:
         return fits + [AUTO] * (reads or copies)
 
     def sweep(self, setting: Setting) -> pd.DataFrame:
-        """Every fixed K from 0, exactly; a row each, as `predict` returns one."""
+        """Return one row per fixed K from 0, exactly, in the columns of `predict`."""
         at = self.chosen(setting)
         return self._predicted(at, self.exact[at], setting.machine)
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
-        """Return the prediction for the setting's policy, on some prompts or all, as a row of `sweep`.
+        """Return the prediction for the policy of a setting, on all or some prompts, as a row of `sweep`.
 
-        Raises InputError where nothing is recorded.
+        Raises InputError if nothing was recorded.
         """
         walks = self.walks(setting)
         if prompt_ids:
@@ -120,31 +123,33 @@ class Tables:
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def speedup(self, setting: Setting, prompt_ids: Sequence[str]) -> float:
-        """Return the speed-up of `predict`, interpolated between two recorded temperatures as on the page (`mixed`).
+        """Return the speed-up of `predict`, interpolated between recorded temperatures as on the page (`mixed`).
 
-        NaN beyond the recorded temperatures. Raises InputError where nothing is recorded.
+        NaN outside of the recorded temperatures. Raises InputError if nothing was recorded.
         """
         recorded = [temperature for temperature, top_p in self.samplings if top_p == setting.top_p]
         speeds = [self.predict(setting._replace(temperature=t), prompt_ids).speedup for t in recorded]
         return np.exp(np.interp(setting.temperature, recorded, np.log(speeds), np.nan, np.nan))
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
-        """Index, counts and rounds of each recording that a setting is about.
+        """Return index, counts and rounds of each recording that a setting selects.
 
-        Counts are exact for a fixed K, else the mean of walks; the rounds are those of the first walk. Raises
-        InputError where nothing is recorded.
+        Counts are exact for a fixed K, otherwise means over simulations; the rounds are those of the
+        first simulation. Raises InputError if nothing was recorded.
         """
         at = self.chosen(setting)
         if not at:
             raise InputError(f"no recording of {setting.drafter}, {setting.content}, at {setting.temperature:g}")
-        group, runs = [self.recordings[i] for i in at], []
+        group = [self.recordings[i] for i in at]
+        runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each run begins anew
             if setting.policy == AUTO:
                 costs = {setting.drafter: setting.machine}
                 runs.append([text.steps for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)])
             else:
-                controller, rng = setting.controller(self.k_max), np.random.default_rng([0, seed])
+                controller = setting.controller(self.k_max)
+                rng = np.random.default_rng([0, seed])
                 runs.append([walk_recording(recording, controller, rng) for recording in group])
         if setting.policy == FIXED:
             counts = self.exact[at, setting.k]
@@ -154,22 +159,32 @@ class Tables:
         return [*zip(at, counts, runs[0], strict=True)]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
-        """Totals over the prompts `at` of counts `(prompts, K's, …)`; the interval over them is of `bench.ends`."""
+        """Return totals over the prompts `at` of counts `(prompts, K, …)`, with the interval of `bench.ends`."""
         n_tokens = self.n_tokens[[*at], None]
-        plain, seconds = n_tokens - 1.0, self.seconds(counts, machine)  # the first token is the prefill's
+        plain = n_tokens - 1.0  # the prefill gives the first token
+        seconds = self.seconds(counts, machine)
         value = plain.sum() / seconds.sum(0)
         low = high = value * np.nan
         if len(at) >= FEWEST:
             low, high = ends(value, (plain.sum() - plain) / (seconds.sum(0) - seconds))
         rounds, drafted, accepted, _ = split(counts.sum(0))[1].T
-        return pd.DataFrame({
-            "drafted": drafted, "accepted": accepted, "tau": n_tokens.sum() / rounds, "speedup": value, "low": low,
-            "high": high, "n_prompts": len(at), "n_tokens": n_tokens.sum(), "rounds": rounds,
-        })  # fmt: skip
+        return pd.DataFrame(
+            {
+                "drafted": drafted,
+                "accepted": accepted,
+                "tau": n_tokens.sum() / rounds,
+                "speedup": value,
+                "low": low,
+                "high": high,
+                "n_prompts": len(at),
+                "n_tokens": n_tokens.sum(),
+                "rounds": rounds,
+            }
+        )
 
 
 class TracedRun(NamedTuple):
-    """A run that left a trace: T(n) of its machine, and c of each drafter; `origin` says in words who recorded it."""
+    """A run with its trace, T(n) of its machine, and c of each drafter; `origin` describes the recording."""
 
     record: RunRecord
     trace: Trace
@@ -179,10 +194,10 @@ class TracedRun(NamedTuple):
 
 
 def stored(folder: str | Path) -> TracedRun:
-    """Return what notebook 09 left in the folder of a run.
+    """Read a run of notebook 09 with its trace.
 
-    `folder` is the name of a shipped trace, or a folder, a relative one of the checkout. Raises InputError for one that
-    holds no such run.
+    `folder` is the name of a shipped trace, or a folder (relative to the checkout). Raises InputError
+    for a folder without such a run.
     """
     shipped = project_dir() / "data" / "traces" / folder
     folder = shipped if shipped.is_dir() else project_dir() / folder
@@ -194,7 +209,7 @@ def stored(folder: str | Path) -> TracedRun:
 
 
 def check_explorer(tables: Tables) -> pd.DataFrame:
-    """What must hold on every machine and for every model: check, of, hold, ok."""
+    """Check what holds on every machine and for every model; columns check, of, hold, ok."""
     totals = split(tables.exact)[1]
     greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
@@ -212,10 +227,10 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
 
 
 def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
-    """Return every fixed K from 0 (plain decoding) for each drafter, content and machine, that of the trace first.
+    """Return one row per machine, drafter, content, temperature and fixed K, from 0 (plain decoding).
 
-    Settings with a top_p are left out. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
-    knows. Speeds are predicted from T(1).
+    The machine of the trace comes first; settings with a top_p below 1 are left out. Columns: machine,
+    busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are predicted from T(1).
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
@@ -223,8 +238,15 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
         here = Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE)
         for machine in machines(here, NAMED).values():
             rows = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
-            frames.append(rows.drop(columns=["n_tokens", "rounds"]).assign(
-                machine=machine.name, busy=bool(machine.curve.busy), drafter=drafter, category=content,
-                temperature=temperature, k=rows.index, tokens_per_s=rows["speedup"] / curve.seconds(1),
-            ))  # fmt: skip
+            frames.append(
+                rows.drop(columns=["n_tokens", "rounds"]).assign(
+                    machine=machine.name,
+                    busy=bool(machine.curve.busy),
+                    drafter=drafter,
+                    category=content,
+                    temperature=temperature,
+                    k=rows.index,
+                    tokens_per_s=rows["speedup"] / curve.seconds(1),
+                )
+            )
     return pd.concat(frames, ignore_index=True)

@@ -1,7 +1,7 @@
-"""Widgets: a plotly figure, and the explorer, which is `page.html` in a frame with a kernel behind it.
+"""Widgets: a plotly figure, and the explorer, which is `page.html` in a frame connected to the kernel.
 
-Works in JupyterLab and under Voila. All controls are the page's. It asks the kernel for policies whose rounds a slider
-changes, one at a time, and for live runs.
+It works in JupyterLab and under Voila. All controls belong to the page. It asks the kernel for
+policies whose rounds depend on a slider, one at a time, and for live runs.
 """
 
 import json
@@ -31,13 +31,13 @@ from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
-"""A setting -> generations, plain and drafted in turn, and whether the machine was busy."""
+"""Maps a setting to generations (plain and drafted alternate) and to whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
-    """The page over the trace of a run; with `run_live` a setting can be run for real, in the background.
+    """The explorer of a run's trace; with `run_live`, a setting can run live in the background.
 
-    Raises InputError for what cannot be replayed.
+    Raises InputError for a trace that cannot be replayed.
     """
 
     _esm = """
@@ -68,18 +68,21 @@ class Explorer(anywidget.AnyWidget):
     _runs = traitlets.Bool().tag(sync=True)
 
     def __init__(self, run: TracedRun, *, run_live: RunLive | None = None) -> None:
-        self._tables, self._run, self._run_live, self._running = Tables(run.trace), run, run_live, Lock()
+        self._tables = Tables(run.trace)
+        self._run = run
+        self._run_live = run_live
+        self._running = Lock()
         super().__init__(_page=page(reduced(run, self._tables)), _runs=run_live is not None)
         self.on_msg(self._answer)
 
     @classmethod
     def of(cls, record: RunRecord, recordings: Sequence[Recording]) -> "Explorer":
-        """Explore what `ksweep.run` followed, with the costs of its record."""
+        """Explore the recordings of `ksweep.run`, with the costs of its record."""
         curve = CostCurve.model_validate(record.measurements["verify_curve"])
         return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
-        """Return the widget and, for readers without a kernel, the first drafter's curves as a figure."""
+        """Return the widget and, for readers without a kernel, a figure of the first drafter's curves."""
         sweep = computed.sweep_k(self._tables, self._run.curve, self._run.c)
         _, here = next(iter(sweep.groupby(["machine", "drafter", "temperature"], sort=False)))
         figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")
@@ -88,27 +91,27 @@ class Explorer(anywidget.AnyWidget):
         return widget | data, metadata
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
-        """Walk the policy of a setting, or run it with the models, in a thread of its own and one run at a time."""
+        """Answer a message of the page: simulate a policy, or start a live run in a thread, one at a time."""
         machine = message["setting"]["machine"]
         samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
         curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)
         setting = Setting(**message["setting"] | {"machine": Cost(curve, machine["c"])})
         if message.get("run"):
             if self._running.acquire(blocking=False):
-                # a daemon: a kernel that is shut down does not wait for it
+                # a daemon thread does not delay the shutdown of the kernel
                 Thread(target=self._measure, args=(setting,), name="specnb-live", daemon=True).start()
             return
         try:
             answer = play(self._tables, setting)
-        except Exception as error:  # a callback's traceback would end in a log that nobody reads
+        except Exception as error:  # the traceback of a callback would only go to a log
             answer = setting._asdict() | {"machine": None, "error": f"{type(error).__name__}: {error}"}
         self.send({"answer": answer | {"key": message["key"]}})
 
     def _measure(self, setting: Setting) -> None:
-        """Run a setting to its last line; an error is shown, never raised."""
+        """Run a setting live and send the result; an error is sent, never raised."""
         try:
             message = self._compared(setting, *self._run_live(setting, self._report))
-        except BaseException as error:  # whatever it is, it must reach the reader
+        except BaseException as error:  # every error must reach the reader
             message = {"outcome": f"The live run failed: {type(error).__name__}: {error}"}
         self._running.release()
         self.send(message | {"done": True})
@@ -117,9 +120,9 @@ class Explorer(anywidget.AnyWidget):
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
-        """Return the speed of a live run as a point of the page, and a line with it and its prediction.
+        """Return the speed of a live run as a point of the page, and a text with it and its prediction.
 
-        Where the prediction fails, the line says why.
+        If the prediction fails, the text says why.
         """
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
@@ -128,31 +131,36 @@ class Explorer(anywidget.AnyWidget):
             here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
             predicted = self._tables.speedup(here, [g.prompt_id for g in drafted])
             prediction = f"predicted for the same prompts: {predicted:.2f}"
-        except Exception as error:  # the measured speed is shown all the same
+        except Exception as error:  # the measured speed is still shown
             prediction = f"no prediction: {type(error).__name__}: {error}"
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         point = {
-            "k": setting.k if setting.policy == FIXED else mean_k, "busy": busy,
-            "speedup": live.value, "low": live.low, "high": live.high,
+            "k": setting.k if setting.policy == FIXED else mean_k,
+            "busy": busy,
+            "speedup": live.value,
+            "low": live.low,
+            "high": live.high,
             "setting": {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")},
-        }  # fmt: skip
+        }
         line = (
             f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
         )
         line += f" on this machine; {prediction}."
-        line += f" Measured while {BUSY}: run it again." * busy
+        if busy:
+            line += f" Measured while {BUSY}: run it again."
         return {"outcome": line, "point": plain(point, nan=None)}
 
 
 class Plot(anywidget.AnyWidget):
-    """A plotly figure, drawn no wider than its place and in the colours of its page; `update` shows another.
+    """A plotly figure that fits the width and colors of its page; `update` replaces the figure.
 
-    It is changed in the kernel and drawn in the browser; nothing is sent back. A zoom is kept until the place changes.
+    It changes in the kernel and is drawn in the browser; nothing is sent back. The zoom survives
+    updates, but not a change of the width.
 
-    `plotly.graph_objects.FigureWidget` brings plotly.js as its own program (5 MB), and anywidget drops for good every
-    later change of a widget whose program took over two seconds to start. Here the program is a few lines, which start
-    at once; plotly.js comes as a text beside the figure and is run once a page, after a moment in which the page's
-    other widgets start: it blocks them for seconds on a busy machine.
+    `plotly.graph_objects.FigureWidget` contains plotly.js in its own module (5 MB), and anywidget drops
+    all later changes of a widget whose module takes more than two seconds to start. Here the module is
+    a few lines; plotly.js is sent as text with the figure and runs once per page. It starts with a
+    delay, because it blocks the other widgets of the page for seconds on a busy machine.
     """
 
     _esm = """
