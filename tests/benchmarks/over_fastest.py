@@ -119,7 +119,8 @@ def main() -> None:
     print("T(n)/T(1)", {n: round(ratio, 2) for n, ratio in ratios.items()}, "c", c)
     name = Path(given.target).name
     before = json.loads(given.out.read_text(encoding="utf-8"))["targets"] if given.out.is_file() else {}
-    of_target = {"rows": rows, "T(n)/T(1)": ratios, "T(1) s": curve.seconds(1), "c": c}
+    of_target = {"rows": rows, "T(n)/T(1)": ratios, "T(1) s": curve.seconds(1)}
+    of_target["c"] = {Path(drafter).name: cost for drafter, cost in c.items()}
     of_target["provenance"] = provenance(prompts_digest=digest_prompts(used))
     document = plain({"targets": before | {name: of_target}}, nan=None)
     given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
