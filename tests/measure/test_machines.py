@@ -1,11 +1,14 @@
 """A row of `data/machines`: what is measured on toys, and that every shipped row can be read."""
 
 import json
+from functools import partial
 
 import pytest
 
 from specnb.errors import InputError
 from specnb.io import project_dir
+from specnb.measure import bench, machines
+from specnb.measure.cost import verify_costs
 from specnb.measure.machines import HEAD, KS, MachineRow, bench_target, machine_rows
 
 SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
@@ -37,6 +40,12 @@ def test_an_odd_row_is_refused_by_its_file_and_values(monkeypatch, tmp_path, val
     assert all(str(value) in str(caught.value) for value in values.values())
 
 
+@pytest.fixture(autouse=True)
+def short_rates(monkeypatch):
+    monkeypatch.setattr(machines, "RATES", {"n_prompt": 8, "n_gen": 4, "repeats": 1})
+    monkeypatch.setattr(bench, "verify_costs", partial(verify_costs, quick=True))
+
+
 def test_wrong_options_are_refused_before_a_model_is_loaded_and_few_prompts_make_no_row(monkeypatch):
     few = bench_target("tiny-hybrid-draft", ["lookup"], [(5, 6)], ks=[2], max_new_tokens=4)
     assert not few.rows and bench_target("tiny-hybrid-draft", [], [(5, 6)]).verify_curve.seconds(8) > 0
@@ -48,7 +57,7 @@ def test_wrong_options_are_refused_before_a_model_is_loaded_and_few_prompts_make
 
 
 def test_a_target_is_measured_with_its_drafters_and_only_an_interval_beside_1_is_a_verdict():
-    result = bench_target("tiny-hybrid-draft", ["lookup", "suffix"], max_new_tokens=8)
+    result = bench_target("tiny-hybrid-draft", ["lookup", "suffix"], ks=[2], max_new_tokens=4)
     assert [rate["test"] for rate in result.rates] == ["prefill", "generation"] and len(result.pairs) == 2
     (row, _) = result.rows
     assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
