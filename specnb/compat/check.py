@@ -15,7 +15,7 @@ import pandas as pd
 from specnb.compat.description import DRAFT_HEADS, Description, State
 from specnb.draft.model import n_common
 from specnb.draft.token_map import Fit, Tokens, Translation, VocabularyOverlap, choose_translation
-from specnb.errors import InputError
+from specnb.errors import OTHER_DRAFTERS, InputError
 from specnb.io import read_toml
 from specnb.lm.vocab import Vocabulary
 
@@ -176,7 +176,7 @@ def check(target: Description, draft: Description) -> Report:
     fitted = None if None in tokens else choose_translation(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
-    rows = [*_of_pieces(*pair, ids), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
+    rows = [*_of_pieces(*pair, ids, way), *_of_texts(*pair), *_of_fields(*pair), *_of_models(*pair)]
     return Report(
         target.name,
         draft.name,
@@ -266,7 +266,9 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
 # --- findings --------------------------------------------------------------------------------------------------------
 
 
-def _of_pieces(target: Description, draft: Description, ids: IdComparison | None) -> Iterator[tuple]:
+def _of_pieces(
+    target: Description, draft: Description, ids: IdComparison | None, way: Translation | None
+) -> Iterator[tuple]:
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
         how = "give {} with the tokenizer (if gated: accept the licence there, then hf auth login)"
@@ -277,6 +279,8 @@ def _of_pieces(target: Description, draft: Description, ids: IdComparison | None
         token, *pieces = ids.examples[0]
         a, b = (piece.decode(errors="backslashreplace") for piece in pieces)
         remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
+        if way is Translation.NONE:
+            remedy = f"the tokens cannot be translated. {OTHER_DRAFTERS}"
         yield "pieces", BREAKS, f"id {token} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
     if ids.n_target != ids.n_draft:
         severity = LOWERS if ids.n_different else NOTE

@@ -216,7 +216,9 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if drafter.model is target:
         raise InputError(f"{target.name} cannot be its own drafter, because it has one state: load it a second time")
     if drafter.target not in (None, target):
-        raise InputError(f"{drafter.name} reads hidden states of another {drafter.target.name}: open the target once")
+        raise InputError(
+            f"{drafter.name} reads hidden states of {drafter.target.name}, another opened model: open the target once"
+        )
     if drafter.tree_nodes:
         require_trees(target)
     if drafter.vocab is not None:

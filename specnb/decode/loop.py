@@ -37,7 +37,7 @@ def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter |
     Raises InputError (empty prompt), CapacityError (prompt longer than the context).
     """
     if len(prompt_ids) == 0:
-        raise InputError("got an empty prompt, and the model has no BOS token: give at least one token")
+        raise InputError("the prompt has no tokens, and the model has no BOS token: give at least one token")
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
