@@ -414,7 +414,7 @@ def pair(
     as_json: Json = False,
 ) -> None:
     """Examine a pair on your prompts, in ten minutes: one HTML file with the verdict, best K, flags, and explorer."""
-    from specnb.book.explorer.pair import examine
+    from specnb.book.explorer.examine import examine
     from specnb.measure.experiment import ProgressBar
 
     warn_if_busy()
