@@ -24,10 +24,10 @@ from specnb.store import figures_dir, save, save_beside_figures
 Values = dict[str, Any]
 """Named values that claims refer to."""
 VERDICTS = {
-    "reproduced": "also observed here",
+    "reproduced": "also seen here",
     "explained": "true there, and why",
     "corrected": "false, or for another reason",
-    "undecided": "the data do not decide it",
+    "undecided": "the data do not tell",
     "not testable here": "needs another machine or model",
 }
 
