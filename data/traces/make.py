@@ -35,7 +35,7 @@ def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int 
     params = ExplorerParams(target=TARGET, drafters=DRAFTERS, **sizes)
     bench, began, load_before = Workbench(params), perf_counter(), os.getloadavg()
     with ProgressBar() as progress:
-        record, trace, *costs, _ = bench.record(progress)
+        record, trace, *costs, _ = bench.record_trace(progress)
     # a neighbour makes forwards slower, never faster: the quickest of some measurements is the least disturbed
     measured = [costs, *(verify_costs(bench.target, bench.drafters, params.k_max) for _ in range(MEASURED - 1))]
     curve, c = min(measured, key=lambda pair: sum(pair[0].median_s))

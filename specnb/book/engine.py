@@ -138,8 +138,10 @@ def _execute(
     class Kernel(AsyncKernelManager):
         """A kernel of this interpreter, even where Jupyter finds one of another environment first."""
 
+        def __init__(self, **options):
+            super().__init__(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **options)
+
         async def start_kernel(self, **options):
-            self.kernel_spec_manager = KernelSpecManager(kernel_dirs=[])
             await super().start_kernel(**options, **launch)
 
     # papermill formats paths: braces in them are doubled

@@ -64,7 +64,7 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
 def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     """Draw the speed over plain decoding: a mark per strategy, a panel per K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
-    panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts right".format)
+    panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts correct".format)
     columns = rows["acceptance"].nunique()
     lines = rows["k"].nunique()
     look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
@@ -83,7 +83,7 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
     )
     figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
     figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
-    title = f"What going back costs: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
+    title = f"Cost of rollback: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
     return dress(figure, "ways_back", title_text=title)
 
 

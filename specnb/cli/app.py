@@ -402,7 +402,7 @@ def bench(
 
 def _write_page(path: Path, target: str, drafters: list[str], as_json: bool, **options: Any) -> None:
     """Write the page about a target and one draft model. `options` are those of `examine`."""
-    from specnb.book.explorer.pair import examine
+    from specnb.book.explorer.examine import examine
     from specnb.measure.experiment import ProgressBar
 
     if len(drafters) != 1:

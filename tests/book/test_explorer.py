@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specnb.book.explorer import tables as explorer_tables
+from specnb.book.explorer.examine import examine, flags_of
 from specnb.book.explorer.live import Workbench
 from specnb.book.explorer.page import play
-from specnb.book.explorer.pair import examine, flags_of
 from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.tables import BUSY
@@ -211,21 +211,21 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
 
 def test_a_trace_is_recorded_and_taken_again_from_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
-    run = workbench().trace()
+    run = workbench().open_trace()
     kept, trace, curve, c, line = run
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
     assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
     baseline = kept.measurements["baseline"]
     assert baseline["baseline_tokens_per_s"] >= baseline["plain_tokens_per_s"] > 0
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
-    again = workbench(trace=str(folder_of(kept)), k_max=20).trace()
+    again = workbench(trace=str(folder_of(kept)), k_max=20).open_trace()
     assert again.origin.startswith(f"run {kept.run_id}") and "taken again" in again.origin and again[1:4] == run[1:4]
 
 
 def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source():
     shipped, asked = stored("data/traces/smollm2-135m"), ExplorerParams(budget="quick")
     bench = Workbench(asked)
-    run = bench.trace()
+    run = bench.open_trace()
     record, source = run.record, run.record.provenance["source"]
     assert run[1:4] == shipped[1:4] and source["run_id"] == shipped.record.run_id
     assert bench.params.target == shipped.record.params["target"] and not {"target", "drafters"} & set(vars(bench))
@@ -233,7 +233,7 @@ def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source
     assert (record.experiment, record.params) == ("09_explorer", asked.model_dump(mode="json"))
     assert load_record(folder_of(record)) == record and record.started > shipped.record.ended
     with pytest.raises(InputError, match="nothing-there"):
-        Workbench(ExplorerParams(trace="nothing-there")).trace()
+        Workbench(ExplorerParams(trace="nothing-there")).open_trace()
 
 
 def test_what_was_not_recorded_is_named(tables):

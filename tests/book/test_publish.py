@@ -202,12 +202,10 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
 
 HOSTILE = {
     "a record over a module": ({"record": "../specnb/errors.py"}, None, "../specnb/errors.py"),
-    "a name over a module": ({"name": "../evil", "files": {"x.py": ""}}, None, "../evil"),
     "a file of the system": ({"files": {"/etc/passwd": ""}}, None, "/etc/passwd"),
     "an image elsewhere to remove": ({"skipped": {"/../x.svg": "no browser"}}, None, "/../x.svg"),
     "a record that is a link": ({}, "records/abc123.json", "abc123.json"),
     "a sidecar that is a link": ({}, "speed.json", "speed.json"),
-    "a number for a name": ({"name": 5}, None, "int"),
     "no caption": ({"caption": ...}, None, "caption"),
     "another run": ({"run_id": "other"}, None, "other"),
 }

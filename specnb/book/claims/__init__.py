@@ -24,10 +24,10 @@ from specnb.store import figures_dir, save, save_beside_figures
 Values = dict[str, Any]
 """Named values that claims refer to."""
 VERDICTS = {
-    "reproduced": "also observed here",
+    "reproduced": "also seen here",
     "explained": "true there, and why",
     "corrected": "false, or for another reason",
-    "undecided": "the data do not decide it",
+    "undecided": "the data do not tell",
     "not testable here": "needs another machine or model",
 }
 
@@ -195,7 +195,7 @@ def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Es
     """Return the `value` of a row with its columns low, high and n_prompts (else `n`); MISSING where it is NaN."""
     if pd.isna(row[value]):
         return MISSING
-    return Estimate(*row[[value, "low", "high"]].astype(float), row["n_prompts"] if n is None else n)
+    return Estimate(row[value], row["low"], row["high"], row["n_prompts"] if n is None else n)
 
 
 def share(part: int, whole: int) -> Estimate:
@@ -205,15 +205,15 @@ def share(part: int, whole: int) -> Estimate:
 
 def ratio(numerators: pd.Series, denominators: pd.Series) -> Estimate:
     """Return total over total, from columns of lists that are paired by prompt."""
-    pairs = np.stack([np.concatenate([*part]) if len(part) else [] for part in (numerators, denominators)], axis=1)
-    return Estimate(*interval(pairs, rate), len(pairs)) if len(pairs) else MISSING
+    pairs = [*zip(numerators.explode(), denominators.explode(), strict=True)]
+    return Estimate(*interval(pairs, rate), len(pairs)) if pairs else MISSING
 
 
 def rate_change(last: pd.DataFrame, first: pd.DataFrame) -> Estimate:
     """Return by how much a rate differs, from rows (accepted, drafted) that are paired by conversation."""
-    counts = np.hstack([last, first])
-    counts = counts[counts[:, [1, 3]].all(axis=1)]
-    return Estimate(*interval(counts, _rate_difference, log=False), len(counts)) if len(counts) else MISSING
+    counts = pd.concat([last, first], axis=1)
+    rows = counts[counts["drafted"].all(axis=1)].to_numpy().tolist()
+    return Estimate(*interval(rows, _rate_difference, log=False), len(rows)) if rows else MISSING
 
 
 def _rate_difference(rows: np.ndarray) -> float:

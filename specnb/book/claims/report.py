@@ -106,7 +106,7 @@ def _constant_alpha(k: int, tau: float) -> float:
 
 def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Draw the milliseconds of a round over K: published runs, the fitted line, and a plain step at K = 0."""
-    names = {"code": "code, tokens/s beside", "prose": "prose, not fitted"}
+    names = {"code": "code, with tokens/s", "prose": "prose, not fitted"}
     rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
     figure = px.scatter(
         rows,

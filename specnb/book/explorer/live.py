@@ -30,7 +30,7 @@ LIVE_PROMPTS = 3
 class Workbench:
     """The models and prompts of notebook 09; models are opened on first use.
 
-    Only one thread at a time may use a model, so `record` and `run_live` wait for each other.
+    Only one thread at a time may use a model, so `record_trace` and `run_live` wait for each other.
     """
 
     def __init__(self, params: ExplorerParams) -> None:
@@ -51,7 +51,7 @@ class Workbench:
         require_followed(drafters)
         return drafters
 
-    def trace(self, progress: Progress = silent) -> TracedRun:
+    def open_trace(self, progress: Progress = silent) -> TracedRun:
         """Return the trace that `params.trace` asks for, with a record of this run, and save both.
 
         If the trace is that of an earlier run, the record names it in `provenance["source"]`, and
@@ -62,7 +62,7 @@ class Workbench:
         source = self.params.trace
         if source == "auto":  # any parameter that is not the default needs a new trace
             source = SHIPPED if self.params == ExplorerParams(budget="quick") else "new"
-        run = self.record(progress) if source == "new" else stored(source)
+        run = self.record_trace(progress) if source == "new" else stored(source)
         record = origin = run.record
         when = "recorded now"
         if source != "new":
@@ -85,7 +85,7 @@ class Workbench:
             line += "; the machine was busy while forward passes were timed"
         return run._replace(record=record, origin=line)
 
-    def record(self, progress: Progress = silent) -> TracedRun:
+    def record_trace(self, progress: Progress = silent) -> TracedRun:
         """Generate every prompt plainly with every sampling, record every drafter along it, measure costs.
 
         The record's `measurements` hold T(n), each drafter's c, and the baseline.

@@ -92,7 +92,7 @@ def examine(
             raise InputError(f"{vocabulary} {error}; `specnb bench` times such a pair") from error
         with closing(drafter):
             progress(0, 1, "measuring the costs of forward passes")
-            run = bench.trace(progress)
+            run = bench.open_trace(progress)
             tables = Tables(run.trace)
             sweep = sweep_k(tables, run.curve, run.c)
             sweep = sweep[sweep["machine"] == THIS_MACHINE]
