@@ -62,10 +62,11 @@ def over_fastest() -> str:
     speedups = []
     for target, methods in PAYING.items():
         rows = {(row["content"], row["method"]): row for row in targets[target]["rows"]}
-        chosen = (rows[method] for method in methods)
-        speedups.append(", ".join(
-            f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})" for row in chosen
-        ))  # fmt: skip
+        cells = []
+        for row in (rows[method] for method in methods):
+            ends = f"{row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f}"
+            cells.append(f"{row['over_fastest']:.2f} ({ends})")
+        speedups.append(", ".join(cells))
     return "; ".join(speedups)
 
 
