@@ -134,8 +134,7 @@ def audit(
     effect: float = 0.1,
     as_json: Json = False,
 ) -> None:
-    """Sample from a pair, and test whether draft tokens follow q_draft and output tokens follow
-    p_target.
+    """Sample from a pair; test whether draft tokens follow q_draft and output tokens p_target.
 
     Exit code: 0 sound, 1 wrong, 125 inconclusive, or if a model does not open; 2 for invalid
     options.
@@ -167,8 +166,9 @@ def audit(
 
 
 def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
-    """Feed another engine's greedy tokens through plain decoding: which are not the likeliest, and
-    by how much?
+    """Feed another engine's greedy tokens through plain decoding, and list the forks.
+
+    A fork is a token that is not the likeliest.
 
     A line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are exact),
     optionally with "id", "source" and "control". There is one verdict per source; its control is

@@ -90,8 +90,7 @@ def locate(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per tensor, in order: the fields of Node, and the columns of its worst
-    token."""
+    """Return one row per tensor, in order: the fields of Node and columns of its worst token."""
     columns = ["module", *TENSOR]
     groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
@@ -99,8 +98,7 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
 
 
 def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
-    """Return log10 of error over floor, clipped to HEAT, of each module's worst tensor by
-    position."""
+    """Return log10 of error over floor, within HEAT, of each module's worst tensor by position."""
     places = [errors["module"], errors["position"]]
     with np.errstate(divide="ignore"):
         heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()

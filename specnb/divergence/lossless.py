@@ -154,22 +154,29 @@ def generate_logged(
 
         with replaced(chooser.draws, "uniform", note_uniform):
             acceptance = accept.RULES["token"](logits, proposal, chooser)
-        kept = acceptance.n_accepted
-        # In a tree no draft token is tested: each position is drawn from p, and may be a draft
-        # token.
-        drafts = () if proposal.tree is not None else proposal.ids[: kept + 1]
+        n_accepted = acceptance.n_accepted
+        # In a tree no draft token is tested: each position is drawn from p, and may be one of them.
+        drafts = () if proposal.tree is not None else proposal.ids[: n_accepted + 1]
         # One number per test or draw, and one for the next token; greedy rounds draw none.
-        drawn = uniforms or [None] * (kept + 2)
+        drawn = uniforms or [None] * (n_accepted + 2)
         committed_ids = [*(proposal.ids[node] for node in acceptance.path), acceptance.next_id]
-        for at, (node, committed) in enumerate(zip([COMMITTED, *acceptance.path], committed_ids, strict=True)):
-            drafted = at < len(drafts)
-            resampled = drawn[-1] if at == kept else None if drafted else drawn[at]
-            on_position(Position(
-                chooser.sampling.probabilities(logits[node + 1]),
-                proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
-                draft_id=drafts[at] if drafted else None, accepted=drafted and at < kept, committed_id=committed,
-                accept_u=drawn[at] if drafted else None, resample_u=resampled, prefix=tuple(text),
-            ))  # fmt: skip
+        rows = [COMMITTED, *acceptance.path]
+        for place, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
+            drafted = place < len(drafts)
+            has_row = drafted and proposal.q_draft is not None
+            resampled = not drafted or place == n_accepted
+            number = -1 if place == n_accepted else place
+            position = Position(
+                p_target=chooser.sampling.probabilities(logits[node + 1]),
+                q_draft=proposal.q_draft[place] if has_row else None,
+                draft_id=drafts[place] if drafted else None,
+                accepted=drafted and place < n_accepted,
+                committed_id=committed,
+                accept_u=drawn[place] if drafted else None,
+                resample_u=drawn[number] if resampled else None,
+                prefix=tuple(text),
+            )
+            on_position(position)
             text.append(committed)
         return acceptance
 

@@ -12,7 +12,7 @@ Named = tuple[str, Module]
 
 KINDS = {
     "bank": "bank of experts (a module with `num_experts` and fused weights)",
-    "router": "router (a module with `top_k` beside a bank of experts)",
+    "router": "router (a module with `top_k` next to a bank of experts)",
     "attention": "attention (a module with `layer_idx` and linear layers)",
     "rotary": "rotary embedding (a module with `inv_freq`)",
     "head": "output head (what `get_output_embeddings` gives)",

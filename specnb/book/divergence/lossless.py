@@ -12,8 +12,7 @@ SUMS = {"z_acc": "draft tokens accepted", "z_surp": "surprise of committed token
 
 
 def greedy(record: RunRecord) -> pd.DataFrame:
-    """One row per prompt: identical to plain decoding, or where it diverges and whether at a
-    near-tie."""
+    """One row per prompt: identical to plain decoding, or where it diverges."""
     return pd.DataFrame(record.measurements["greedy"])
 
 
@@ -23,8 +22,7 @@ def panel(record: RunRecord) -> pd.DataFrame:
 
 
 def foreign(record: RunRecord) -> pd.DataFrame:
-    """One row per source of texts: forks, forks that came with drafts, the largest margin, the
-    verdict."""
+    """One row per source of texts: forks, new forks with drafts, largest margin, verdict."""
     columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
     return pd.DataFrame(record.measurements["foreign"]["sources"], columns=columns).astype({"new": "Int64"})
 

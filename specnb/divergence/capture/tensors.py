@@ -46,7 +46,7 @@ def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> di
 
 
 def is_cache(value: object) -> bool:
-    """A transformers Cache, told by what it can do: the class is not imported for that."""
+    """Tell whether a value is a transformers Cache, by its attributes; avoids importing the class."""
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 

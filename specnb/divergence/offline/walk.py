@@ -141,8 +141,7 @@ class Event(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The events of one forward pass; `same_as[key]` is the last earlier tensor with the same
-    bits."""
+    """The events of one forward pass; `same_as[key]`: the last earlier tensor of equal bits."""
 
     events: list[Event]
     same_as: dict[Key, Key]
