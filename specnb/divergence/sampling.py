@@ -219,7 +219,7 @@ def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[t
     if q is not None:
         if q[x] == 0:
             yield "draft", f"token {x} was drafted, but q has no mass there"
-        elif _misjudged(position, p[x], q[x]):
+        elif _misjudged(position, float(p[x]), float(q[x])):
             outcome = "accepted" if position.accepted else "rejected"
             drawn = "" if position.accept_u is None else f" with u = {position.accept_u:.6g}"
             yield "accept", f"a draft token with p/q = {p[x] / q[x]:.6g} was {outcome}{drawn}"
@@ -279,7 +279,7 @@ def _surprise(p: np.ndarray, y: int) -> tuple[float, float]:
     centered = np.where(p > 0, values - p @ values, 0.0)
     if p[y] == 0 or np.abs(centered).max() <= CONSTANT:
         return 0.0, 0.0
-    return centered[y], p @ centered**2
+    return float(centered[y]), float(p @ centered**2)
 
 
 def _statistic(name: str, total: float, variance: float) -> Statistic:
