@@ -1,4 +1,4 @@
-"""`specnb divergence`: the options of the divergence lab. What they do is `specnb.divergence`; they print."""
+"""The commands of `specnb divergence`; see `specnb.divergence`."""
 
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -28,23 +28,27 @@ def investigate(
     dtype: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """Run a draft alone and beside others, and find the module that is wrong first.
+    """Run a draft alone and next to other models, and find the first wrong module.
 
-    A service is a context manager deploy(draft, neighbour): while it is entered, calling the draft does what it does
-    where nothing is accepted; neighbour is None where the draft is alone.
+    A service is a context manager deploy(draft, neighbor). Inside it, calling the draft does what
+    it does in the failing service; neighbor is None if the draft runs alone. A service that
+    computes in a coarser type than the draft is not judged: load the draft in that type with
+    --dtype.
 
-    Exit code: 0 sound, 1 divergent, 125 inconclusive, or nothing could be judged because a model does not open or the
-    service raises. git takes these for good, bad and skip, so this finds the commit that broke a service:
+    Exit code: 0 sound, 1 divergent, 125 inconclusive, or if a model does not open or the service
+    raises. git bisect reads them as good, bad and skip, so this finds the commit that broke a
+    service:
 
-    git bisect run specnb divergence investigate --draft DRAFT --target TARGET --deploy my_service:deploy
+    git bisect run specnb divergence investigate --draft DRAFT --target TARGET --deploy
+    my_service:deploy
 
-    Options that cannot be are 2, which git takes for bad: run the line once by hand before git does.
+    Invalid options exit with 2, which git reads as bad: run the line once by hand first.
     """
     for complaint, wrong in {
-        f"give --deploy or --fault, not both (got {deploy!r} and {fault!r})": deploy and fault,
-        f"--layer {layer} is that of a planted fault: add --fault NAME": layer is not None and not fault,
-        f"the embedded pair has its own target: leave --target {target} out": draft == PAIR and target is not None,
-        f"--prompt-tokens is {prompt_tokens}, and --tokens, all of the text, {tokens}": prompt_tokens >= tokens,
+        f"got --deploy {deploy!r} and --fault {fault!r}, expected only one of them": deploy and fault,
+        f"got --layer {layer} without a planted fault: add --fault NAME": layer is not None and not fault,
+        f"got --target {target}, but the embedded pair has its own: leave it out": draft == PAIR and target is not None,
+        f"got --prompt-tokens {prompt_tokens}, expected fewer than --tokens {tokens}": prompt_tokens >= tokens,
     }.items():
         if wrong:
             raise InputError(complaint)
@@ -75,7 +79,7 @@ def investigate(
                     load(name, backend="hf", decoder="transformers", **typed) for name in filter(None, (draft, target))
                 )
                 models = [opened.enter_context(closing(model)).network for model in torch_models]
-        if fault:  # not every draft has a place for it: that is no verdict about the draft
+        if fault:  # a draft without such a part is not judged
             with service(models[0], None):
                 pass
         with judged():
@@ -101,9 +105,10 @@ def audit(
     effect: float = 0.1,
     as_json: Json = False,
 ) -> None:
-    """Sample from a pair, and test whether draft tokens follow q_draft and output tokens follow p_target.
+    """Sample from a pair; test whether draft tokens follow q_draft and output tokens p_target.
 
-    Exit code: 0 sound, 1 wrong, 125 inconclusive, or a model that does not open; 2 for options that cannot be.
+    Exit code: 0 sound, 1 wrong, 125 inconclusive, or if a model does not open; 2 for invalid
+    options.
     """
     import pandas as pd
 
@@ -115,32 +120,34 @@ def audit(
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
-    SamplingTally().audit(effect=effect)  # what is wrong whatever the models are is no verdict
+    SamplingTally().audit(effect=effect)  # refuse a wrong option before any model is opened
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audit_pair(
             model, drafter, chosen, k=k, max_new_tokens=max_new_tokens, seed=seed, effect=effect, progress=progress,
             **sampling,
         )  # fmt: skip
-    title = f"five sums: z in standard deviations; positions needed to show {result.effect:g}"
-    panel = frame_of(title, pd.DataFrame(result.panel).drop(columns="far"))
+    panel = frame_of("deviation from what the rows predict", pd.DataFrame(result.panel).drop(columns="far"))
     flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
-    impossible = flaws and ("what cannot be", ["check", "times", "first", "what"], flaws)
+    failed = flaws and ("failed exact checks", ["check", "count", "first", "finding"], flaws)
     exact = f"{result.replayed} replayed with their random numbers, {result.exact} checked without statistics"
-    counts = f"of {result.n} positions {exact}; {result.repeated} repeated prefixes were left out"
-    print_result(as_json, result.document(), result.line, panel, impossible, counts)
+    counts = f"{result.n} positions: {exact}; {result.repeated} with a repeated prefix left out"
+    print_result(as_json, result.document(), result.line, panel, failed, counts)
     raise typer.Exit(result.exit_code)
 
 
 def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
-    """Feed another engine's greedy tokens through plain decoding: which are not the likeliest, and by how much?
+    """Feed another engine's greedy tokens through plain decoding, and list the forks.
 
-    A line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are surer), optionally with
-    "id", "source" and "control". Verdicts are by source; its control is the source that is the same engine without
-    drafts. How far apart the logits of TARGET and OTHER are says how close two tokens must be to change places.
+    A fork is a token that is not the likeliest.
 
-    Exit code: 0 identical or near ties, 1 hard, 125 inconclusive, or a model that does not open or a text that does
-    not fit it.
+    A line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are exact),
+    optionally with "id", "source" and "control". There is one verdict per source; its control is
+    the source of the same engine without drafts. The difference between the logits of TARGET and
+    OTHER decides which margins count as near-ties.
+
+    Exit code: 0 identical or near-ties, 1 hard, 125 inconclusive, or if a model does not open or a
+    text does not fit it.
     """
     from specnb.divergence.foreign import SourceVerdict, audit_texts, read_texts
     from specnb.lm.load import load
@@ -156,7 +163,7 @@ def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json
 
 
 def faults(as_json: Json = False) -> None:
-    """The planted faults: their cause, the module that must be found first, the upstream issue."""
+    """List the planted faults: cause, module that must be named first, upstream issues."""
     from specnb.divergence.faults import FAULTS
     from specnb.divergence.pair import pair
 
@@ -170,13 +177,13 @@ def faults(as_json: Json = False) -> None:
     print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))
 
 
-# in the order in which one uses them
+# In the order of use.
 for command, line in {
-    investigate: "Run a draft alone and beside others: what is wrong first?",
-    capture: "Write down what a model's modules compute.",
-    compare: "Where two such traces part, and whether it is rounding.",
-    audit: "Do draft tokens and output follow the probabilities of draft and target?",
+    investigate: "Run a draft alone and next to other models: which module is wrong first?",
+    capture: "Record what a model's modules compute.",
+    compare: "Find where two traces diverge, and whether it is rounding.",
+    audit: "Do draft and output tokens follow the probabilities of draft and target?",
     audit_text: "Is another engine's greedy text the target's own?",
-    faults: "List the planted faults, for trying the lab out.",
+    faults: "List the planted faults, to try the lab out.",
 }.items():
     app.command(short_help=line)(command)

@@ -1,8 +1,8 @@
-"""Causes, ranked by one table of rules: what speaks for each, what against, where it happened before, what to try next.
+"""Rank the cause classes of a divergence by one table of rules.
 
-A rule that applies says so in a sentence and gives its weight, a log-likelihood ratio by judgement: 1 a hint, 3 strong,
-5 nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience sample. All rules that applied come
-with the ranking, so that nobody has to trust the sum.
+A rule that applies gives a sentence and a weight, a log-likelihood ratio by judgment: 1 is a hint,
+3 is strong, 5 is nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience
+sample. The ranking lists all rules that applied, so that nobody has to trust the sum.
 """
 
 import math
@@ -21,99 +21,159 @@ from specnb.divergence.trace import OWN, UNKNOWN, canonical
 from specnb.io import read_toml
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
-"""Arguments of a model, as transformers name them."""
+"""Arguments of a model, as transformers names them."""
+Evidence = tuple[dict[str, Any], dict[str, Any]]
+"""Facts and whether they hold (any true value), and values for the rules' sentence templates."""
+
+
+# --- the evidence, one function per group ---------------------------------------------------------
 
 
 def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> tuple[set[str], dict[str, Any]]:
-    """Gather the evidence of set-ups, at least one of them wrong, in the order they were run.
+    """Return the facts that hold for the first divergence, and values for the rules' templates.
 
-    Returns the facts about the first divergence that hold, and words for the sentences of rules. `repeats`: runs
+    At least one of the set-ups, in the order in which they ran, must be wrong. `repeats`: runs
     without hooks gave the same bits again.
     """
     bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
-    first = bad.first
-    module, role, name, place, *_ = first
-    _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
-    share = first.n_tokens / len(lab.script.text)
-    factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
-    kinds = {kind for kind, parts in find(lab.draft).items() if module in dict(parts)}
-    reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
-    astray = reads["changed"] or reads["foreign"] or reads["strange"]
+    kinds = {kind for kind, parts in find(lab.draft).items() if bad.first.module in dict(parts)}
     turning = "rotary" in kinds
-    # of the buffers of a rotary embedding one is read, the other is what it was made with
-    read = reads["native"] | reads["copies"]
-    whole = read and (parameters <= read or turning)
+    groups = [
+        _setup_evidence(outcomes, repeats),
+        _module_evidence(bad, kinds),
+        _error_evidence(lab, bad, turning),
+        _read_evidence(lab, bad, turning),
+    ]
+    if "attention" in kinds and bad.first.role == "in":
+        groups.append(_cache_evidence(lab, bad))
+    facts, values = set(), {}
+    for group_facts, group_values in groups:
+        facts |= {fact for fact, holds in group_facts.items() if holds}
+        values |= group_values
+    return facts, values
 
-    attending = "attention" in kinds and role == "in"
-    off = _cache_errors(lab, bad) if attending else {}
-    exact = rounding([bad.trace.facts["dtype"]])
-    # whether the cache held the rows of a sound run in the first wrong feed; without those that are near the right ones
-    cached = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
-    nearly = {kind: error for kind, error in off.items() if kind not in cached}
-    values = cached.get("values")
-    # a few channels of keys are large: a coarse type may put them further off than the values
-    wrong = False in cached.values() and not values and not ("keys" in cached and "values" in nearly)
 
+def _setup_evidence(outcomes: Mapping[str, Outcome], repeats: bool) -> Evidence:
+    """Which set-ups are right, and what their contrasts show."""
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
-    right_alone, decoys_differ = all(outcome.clean for outcome in alone), False
-    if repeats and {"S2", "S5"} <= outcomes.keys():
-        a, b = (outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5"))
-        decoys_differ = len(a) != len(b) or not np.allclose(a, b, rtol=1e-3)
-    fed = (module, role) == ("", "in") and name in FED
-    handed = role == "in" and place and "position" in name
-    holds = {
+    right_alone = all(outcome.clean for outcome in alone)
+    facts = {
         "wrong alone": not right_alone,
         "right alone": alone and right_alone,
-        "decoys differ": decoys_differ,
+        "decoys differ": repeats and _decoys_differ(outcomes),
         "wrong at once": alone and all((outcome.wrong["feed"] == 0).any() for outcome in alone),
-        "one token": first.n_tokens == 1,
-        "some tokens": share < 0.9,
-        "one factor": factor is not None,
-        "scaled": factor is not None and not turning,  # longer cosines and sines are of the angles that were meant
-        "computed": (factor is None) != turning,  # other angles are POSITION's, longer ones are no scale of weights
-        "foreign read": reads["foreign"],
-        "changed read": reads["changed"],
-        "strange read": reads["strange"],
-        "wrong read": astray,
-        "right read": whole and not astray,
-        # a kernel that torch is not shown read the parameters
-        "read unseen": parameters and not (
-            parameters & reads["native"] or reads["copies"] or reads["foreign"] or reads["strange"]
-        ),
-        "parameters": parameters or any(reads.values()),
-        "turning": turning,
-        "attending": attending,
+    }
+    facts |= {f"{name} right": outcome.clean for name, outcome in outcomes.items()}
+    facts |= {f"{name} wrong": not outcome.clean for name, outcome in outcomes.items()}
+    return facts, {}
+
+
+def _decoys_differ(outcomes: Mapping[str, Outcome]) -> bool:
+    """Tell whether two decoys cause different errors."""
+    if not {"S2", "S5"} <= outcomes.keys():
+        return False
+    a, b = (outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5"))
+    return len(a) != len(b) or not np.allclose(a, b, rtol=1e-3)
+
+
+def _module_evidence(bad: Outcome, kinds: set[str]) -> Evidence:
+    """What kind of module comes first, and whether its input or its output is wrong."""
+    first = bad.first
+    fed = (first.module, first.role) == ("", "in") and first.name in FED
+    handed = first.role == "in" and first.at and "position" in first.name
+    facts = {
+        "turning": "rotary" in kinds,
+        "attending": "attention" in kinds and first.role == "in",
         "routing": "router" in kinds,
         "head": "head" in kinds,
         "fed": fed,
         "handed": handed,
         "given wrong": fed or handed,
-        "slots right": cached and all(cached.values()),
-        "slots wrong": wrong,
+    }
+    return facts, {"module": name_module(first), "at": first.at, "name": first.name}
+
+
+def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
+    """Which tokens of the first wrong tensor are wrong, and whether by one factor.
+
+    `turning`: the module is a rotary embedding. Its angles are POSITION's, and longer cosines and
+    sines are no scale of weights.
+    """
+    first = bad.first
+    _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
+    share = first.n_tokens / len(lab.script.text)
+    factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
+    facts = {
+        "one token": first.n_tokens == 1,
+        "some tokens": share < 0.9,
+        "one factor": factor is not None,
+        "scaled": factor is not None and not turning,
+        "computed": (factor is None) != turning,
+    }
+    return facts, {"position": first.first_token, "factor": factor, "share": share}
+
+
+def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
+    """Whose parameters the operations of the first wrong module read."""
+    module = bad.first.module
+    reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
+    intended = reads["native"] | reads["copies"]
+    # A rotary embedding reads one of its buffers; the other is what it was made from.
+    complete = intended and (parameters <= intended or turning)
+    astray = reads["changed"] or reads["foreign"] or reads["strange"]
+    of_others = reads["copies"] or reads["foreign"] or reads["strange"]
+    facts = {
+        "foreign read": reads["foreign"],
+        "changed read": reads["changed"],
+        "strange read": reads["strange"],
+        "wrong read": astray,
+        "right read": complete and not astray,
+        # A kernel that torch does not see read the parameters.
+        "read unseen": parameters and not (parameters & reads["native"] or of_others),
+        "parameters": parameters or any(reads.values()),
+    }
+    return facts, {
+        "foreign_reads": _listed(reads["foreign"]),
+        "changes": _listed(reads["changed"]),
+        "copied": f"; it read copies of {_listed(reads['copies'])}" if reads["copies"] else "",
+    }
+
+
+def _cache_evidence(lab: Lab, bad: Outcome) -> Evidence:
+    """Whether the cache of the first wrong attention held the keys and values of a sound run."""
+    off = _cache_errors(lab, bad)
+    exact = rounding([bad.trace.facts["dtype"]])
+    # Rows that are neither equal nor far off tell nothing.
+    same = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
+    nearly = {kind: error for kind, error in off.items() if kind not in same}
+    values = same.get("values")
+    # A few channels of keys are large: a coarse type may put keys further off than values.
+    coarse = "keys" in same and "values" in nearly
+    facts = {
+        "slots right": same and all(same.values()),
+        "slots wrong": False in same.values() and not values and not coarse,
         "near": nearly,
         "values right": values,
         "values wrong": values is False,
-    }  # fmt: skip
-    facts = {f"{setup} {'right' if outcome.clean else 'wrong'}" for setup, outcome in outcomes.items()}
-    facts |= {fact for fact, value in holds.items() if value}
-    words = {
-        "module": name_module(first), "at": place, "name": name, "position": first.first_token, "factor": factor,
-        "share": share, "foreign_reads": _listed(reads["foreign"]), "changes": _listed(reads["changed"]),
-        "copied": f"; of {_listed(reads['copies'])} it read copies" if reads["copies"] else "",
-        "others_cached": " and ".join(kind for kind, same in cached.items() if not same),
-        "nearly": " and ".join(nearly), "nearly_off": max(nearly.values(), default=0.0),
-    }  # fmt: skip
-    return facts, words
+    }
+    return facts, {
+        "others_cached": " and ".join(kind for kind, alike in same.items() if not alike),
+        "nearly": " and ".join(nearly),
+        "nearly_off": max(nearly.values(), default=0.0),
+    }
 
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)[:3])
 
 
-def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
-    """Paths of the parameters that a module holds, itself or in modules of which nothing was compared.
+# --- what a module read, and what was cached ------------------------------------------------------
 
-    The model itself holds all modules: of those inside it the ones that ran.
+
+def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
+    """Return the paths of the parameters of a module and of uncompared modules inside it.
+
+    The model itself contains all modules; only those that ran count.
     """
     names = canonical(path for path, _ in lab.reference.named_modules())
     holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
@@ -123,15 +183,17 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
 
 
 def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set[str]]:
-    """The parameters that operations of a module read, by whose they are; `meant` are digests by path.
+    """Return the parameters that operations of a module read, by owner; `meant`: digests by path.
 
-    "native": the draft's, by whatever path (a tied head is read as the embedding), "changed" those of them with other
-    content than in the pristine copy; "foreign": other models', as owner:path. Of parameters that no known model has
-    "copies" names those of the draft's whose content it is; "strange" are the others.
+    "native": the draft's, by any path (a tied head is read as the embedding); "changed": those of
+    them whose content differs from the pristine copy's; "foreign": other models', as owner:path. Of
+    parameters that belong to none of the models, "copies" names the draft's parameters with the
+    same content, and "strange" has the others.
     """
     params, reads = bad.trace.params, defaultdict(set)
     for read in params[params["module"] == module].itertuples():
-        path, same = read.owner_path, {name for name, content in meant.items() if content and content == read.digest}
+        path = read.owner_path
+        same = {name for name, content in meant.items() if content and content == read.digest}
         if read.owner == OWN:
             reads["native"].update({path, *same})
             if meant.get(path, read.digest) != read.digest:
@@ -146,14 +208,18 @@ def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set
 
 
 def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
-    """The largest relative error of a cached row of keys and of values, in the first wrong feed; inf for another number
-    of rows. Only what both caches show; keys that are all turned by one number of positions more are left out."""
+    """Return the largest relative error of cached keys and values in the first wrong feed.
+
+    It is inf if the numbers of rows differ. Only what both caches contain is compared; keys are
+    left out if all positions are offset.
+    """
     errors = {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
-        where = {"module": bad.first.module, "role": "state", "name": kind, "step": bad.wrong.loc[0, "feed"]}
+        feed = bad.wrong.loc[0, "feed"]
         cached = []
         for trace in (lab.sound[bad.setup.in_blocks].trace, bad.trace):
-            cached += [np.moveaxis(trace.arrays[digest], -2, 0) for digest in trace.rows(**where)["digest"][-1:]]
+            rows = trace.rows(module=bad.first.module, role="state", name=kind, step=feed)
+            cached += [np.moveaxis(trace.arrays[digest], -2, 0) for digest in rows["digest"][-1:]]
         if len(cached) == 2 and cached[0].shape[1:] == cached[1].shape[1:]:
             alike = len(cached[0]) == len(cached[1])
             errors[kind] = float(relative_l2(*cached).max(initial=0.0)) if alike else np.inf
@@ -161,18 +227,21 @@ def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
 
 
 CLASSES = read_toml(Path(__file__).with_suffix(".toml"))
-"""By name what `causes.toml` says of each class of causes; its head says what the fields mean."""
+"""The cause classes by name; the head of `causes.toml` describes the fields."""
+
+
+# --- the ranking ----------------------------------------------------------------------------------
 
 
 class Sign(NamedTuple):
-    """A rule that applied, in words."""
+    """A rule that applied: its weight and its sentence."""
 
     weight: float
     says: str
 
 
 class Cause(NamedTuple):
-    """One class of causes: `signs` are all that applied."""
+    """A cause class with all rules that applied (`signs`)."""
 
     name: str
     score: float
@@ -181,21 +250,27 @@ class Cause(NamedTuple):
     next_experiment: str
 
 
-def rank(facts: set[str], words: Mapping[str, Any]) -> list[Cause]:
-    """All classes, the likeliest first."""
-    total, causes = sum(kind["cases"] for kind in CLASSES.values()), []
+def rank(facts: set[str], values: Mapping[str, Any]) -> list[Cause]:
+    """Return all cause classes, likeliest first."""
+    total = sum(kind["cases"] for kind in CLASSES.values())
+    causes = []
     for name, kind in CLASSES.items():
         signs = [
-            Sign(weight, sentence.format_map(words))
+            Sign(weight, sentence.format_map(values))
             for weight, when, sentence in kind["rules"]
-            if all((fact.removeprefix("not ") in facts) != fact.startswith("not ") for fact in when.split(", "))
+            if all(_holds(fact, facts) for fact in when.split(", "))
         ]
         score = math.log(kind["cases"] / total) + sum(sign.weight for sign in signs)
         causes.append(Cause(name, score, signs, kind["issues"], kind["next_experiment"]))
     return sorted(causes, key=lambda cause: -cause.score)
 
 
+def _holds(fact: str, facts: set[str]) -> bool:
+    """Tell whether a fact holds, or does not hold if it begins with "not "."""
+    return (fact.removeprefix("not ") in facts) != fact.startswith("not ")
+
+
 def read_rules() -> pd.DataFrame:
-    """The rules: cause, weight and sentence; in braces are words of `gather`."""
+    """Return the rules: cause, weight and sentence; in braces are values that `gather` returns."""
     rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
     return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

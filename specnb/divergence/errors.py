@@ -1,9 +1,9 @@
-"""One table of errors, wherever they come from: which module is wrong by itself, where first, and what follows.
+"""The table of errors: which module is wrong by itself, and where first. No torch.
 
-`setups` fills it, a row for each tensor and token: it gives a pristine copy the very inputs of the run, so no error
-travels, and what is `wrong` is above its floor. `offline`, which subtracts another trace, names the same nodes. How far
-apart tensors are, and what counts as different, is here, too: more than sound runs show, or rounding to the dtype. No
-torch.
+`setups` fills it, one row per tensor and token. It replays a pristine copy on the inputs of the
+run, so that no error travels, and an error above its floor is `wrong`. `offline` compares two
+traces and names the same nodes. The measures of difference are here, too, and the thresholds: what
+sound runs show, or rounding to the dtype.
 """
 
 import math
@@ -14,22 +14,23 @@ import numpy as np
 import pandas as pd
 
 TIMES_FLOOR = 3.0
-"""An error is wrong from so many times the largest one between sound runs on."""
+"""An error is wrong above this multiple of the largest error between sound runs."""
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
-"""Relative L2 error that sums in another order may always have, whether or not the sound runs showed it."""
+"""Relative L2 error that another order of summation may cause, even if no sound run showed it."""
 GROWN = 100.0
-"""Times the floor that errors may grow to on their way with no module wrong by itself; beyond it somebody must be."""
+"""Multiple of the floor to which errors may grow with no module wrong by itself."""
 LARGE = 0.1
-"""Relative error from which on nothing is put down to growth, whatever the floor: a tenth is no rounding."""
+"""Relative error from which nothing is attributed to growth, whatever the floor."""
 CARRIES = 4.0
-"""How many times larger a sound module may make the relative error of what it is given (softmax, cancelling sums)."""
-DIRECTED = 0.5
-"""Share of an error that lies along the output itself, from which it is a scale; of rounding it is next to nothing."""
+"""Factor by which a sound module may amplify a relative error (softmax, cancellation)."""
 ONE_FACTOR, ONE_FACTOR_OF_RUNS = 0.2, 0.3
-"""The most that tokens of one factor may be off (`one_factor`), as a share of its distance from 1 and from 0: in a
-replay, where no error travels, and between two runs, where errors of before are in it."""
+"""Largest deviation from one factor (`one_factor`), relative to its distance from 1 and 0.
+
+The first is for a replay, where no error travels; the second for two runs, which include earlier
+errors.
+"""
 UNRELATED, UNRELATED_GAIN = 0.9, 0.35
-"""Tensors are unrelated from this median relative error on (sqrt(2) where they are of one size), up to this gain."""
+"""Minimum median relative error (sqrt(2) at equal size) and maximum gain of unrelated tensors."""
 
 EXIT = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
@@ -42,7 +43,7 @@ TENSOR = ["at", "call", "role", "name"]
 
 
 class Node(NamedTuple):
-    """A tensor that is wrong by itself: the `module` that made it, `at` which module it was seen, at which tokens.
+    """A tensor that is wrong by itself: `module` computed it, and it was captured at module `at`.
 
     `error`, `ratio` and `gain` are those of its worst token.
     """
@@ -66,14 +67,14 @@ def name_module(node: Node) -> str:
 
 
 def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:
-    """The largest error of each tensor in sound runs, by TENSOR, and at least what rounding to `dtype` may do."""
+    """Return the largest error of each tensor in sound runs; at least the rounding of `dtype`."""
     return pd.concat(sound).groupby(TENSOR)["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
 
 
 def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
-    """A replay's errors with what each row is judged by; `feeds` are those of the positions, `(tokens,)`.
+    """Add floor, ratio, feed and verdict to the errors of a replay; `feeds` is `(tokens,)`.
 
-    A tensor without a floor of its own has the least of all.
+    A tensor without a floor gets the smallest one.
     """
     judged = errors.join(floor, on=TENSOR).assign(feed=feeds[errors["position"]])
     judged["floor"] = judged["floor"].fillna(floor.min())
@@ -83,13 +84,13 @@ def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> p
 
 
 def locate(errors: pd.DataFrame) -> pd.DataFrame:
-    """The rows that are wrong by themselves, the first in time first: its `module` is the first divergence."""
+    """Return the wrong rows, earliest first: the `module` of the first is the first divergence."""
     wrong = errors[errors["wrong"]]
     return wrong.sort_values(["feed", "order", "position"], kind="stable").reset_index(drop=True)
 
 
 def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
-    """A row for each tensor of these rows, in their order: the fields of Node, and all of its worst token's columns."""
+    """Return one row per tensor, in order: the fields of Node and columns of its worst token."""
     columns = ["module", *TENSOR]
     groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
@@ -97,10 +98,7 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
 
 
 def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
-    """log10 of error over floor, modules in their order by positions, 0 at the floor, within HEAT.
-
-    Of a module's tensors the largest counts.
-    """
+    """Return log10 of error over floor, within HEAT, of each module's worst tensor by position."""
     places = [errors["module"], errors["position"]]
     with np.errstate(divide="ignore"):
         heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()
@@ -110,10 +108,11 @@ def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
 def give_verdict(
     located: bool, *, doubts: Iterable[str], excuses: Iterable[str], sound: str, rest: str
 ) -> tuple[str, str]:
-    """The verdict, and a sentence that says why; "" where the first divergence does.
+    """Return the verdict and its reason, "" if the first divergence is `located`.
 
-    Else the first of the `doubts` leaves it open, the first of the `excuses` says what differs and is no fault, `sound`
-    that nothing does, and `rest` what is left to be said. All may be empty but the last; doubts are asked one by one.
+    Otherwise the first of the `doubts` makes it INCONCLUSIVE, the first of the `excuses` names a
+    harmless difference, `sound` says that nothing differs, and `rest` applies if all others are
+    empty. `doubts` are evaluated one by one.
     """
     if located:
         return "DIVERGENT", ""
@@ -121,32 +120,32 @@ def give_verdict(
     return next((name, reason) for name, reasons in steps for reason in reasons if reason)
 
 
-# --- how far apart tensors are ----------------------------------------------------------------------------------------
+# --- how far apart tensors are --------------------------------------------------------------------
 
 
 def rounding(dtypes: Iterable[str]) -> float:
-    """The rounding of the coarsest of these dtypes that are known; float32 where none is."""
+    """Return the rounding of the coarsest of these dtypes; float32's if none is in ROUNDING."""
     return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
 
 
 def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
-    """The one factor by which tokens of these gains and relative L2 errors are too large; None where it is not one."""
+    """Return the single factor that explains these gains and relative L2 errors, or None."""
     middle = np.median(gain)
     rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
     off = max(np.abs(gain - middle).max(), np.median(rest))
-    # of an output that is small and has nothing to do with the right one all gains are near 0, too
+    # All gains are also near 0 if the output is small and unrelated to the right one.
     return middle if off < limit * min(abs(middle - 1), middle) else None
 
 
 def flat(values: np.ndarray) -> np.ndarray:
-    """Values `(tokens, …)` as `(tokens, features)` float64, both parts of complex ones."""
+    """Return values `(tokens, …)` as float64 `(tokens, features)`; complex ones as two features."""
     if np.iscomplexobj(values):
         values = np.stack([np.real(values), np.imag(values)], -1)
     return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
 
 def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """||b - a|| / ||a|| of each token `(tokens,)`; 0 of two zeros, inf where only one is no number."""
+    """Return ||b - a|| / ||a|| `(tokens,)`; 0 for two zeros, inf if only one is not a number."""
     a, b = flat(a), flat(b)
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
     a[same] = b[same] = 0.0
@@ -157,16 +156,17 @@ def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """<a, b> / <a, a> of each token: 1.02 where b = 1.02 a; NaN where a is zero."""
+    """Return <a, b> / <a, a> of each token: 1.02 if b = 1.02 a; NaN if a is zero."""
     a, b = flat(a), flat(b)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return (a * b).sum(1) / (a * a).sum(1)
 
 
 def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:
-    """By how much the `scores` `(n, experts)` of `chosen` and `instead`, both `(n, k)`, differ, relative to all.
+    """Return how much the scores of `chosen` and `instead` `(n, k)` differ, relative to all.
 
-    A near-tie is rounding; inf where an index is no expert. `ordered`: it counts which of them is first.
+    `scores` is `(n, experts)`. A near-tie is rounding. The result is inf if an index is no expert.
+    `ordered`: the order of the chosen experts counts.
     """
     both = np.stack([chosen, instead]).astype(np.int64)
     places = both.clip(0, scores.shape[-1] - 1)

@@ -1,12 +1,13 @@
-"""Is another engine's greedy text the target's own? Its tokens are fed through plain decoding, position by position.
+"""Is another engine's greedy text the target's own? Feed its tokens through plain decoding.
 
-A token that is not its row's likeliest is a fork; its margin is how much likelier the likeliest one is. Tokens are fed
-whatever the target would have said, so one fork does not lead to others. Engines add in different orders, so tokens
-that are nearly tied may change places without a fault. How close that is must be measured without any drafter, or a
-fault would excuse itself: `other`, the same weights in the type or engine that wrote the texts, computes the same rows
-in blocks. What an engine writes plainly is the `control` of what it writes with drafts: forks in both are its own, and
-where drafts make forks more frequent, that is a fault, however close the tokens. Where a text ends is not judged.
-(llama.cpp #25618, antirez/ds4 #756, vLLM RFC #54506)
+A token that is not the likeliest of its row is a fork; its margin is the difference of the two
+logits. The tokens are forced, so one fork does not cause others. Engines sum in different orders,
+so nearly tied tokens may change places without a fault. How close is measured without a drafter, or
+a fault would excuse itself: `other`, the same weights in the type or engine that wrote the texts,
+computes the same rows in blocks. An engine's plain text is the `control` of its text with drafts:
+forks in both are the engine's own, and if drafts make forks more frequent, that is a fault, however
+small the margins. The end of a text is not judged. (llama.cpp #25618, antirez/ds4 #756, vLLM RFC
+#54506)
 """
 
 from collections.abc import Sequence
@@ -27,17 +28,17 @@ from specnb.measure.experiment import Progress, silent
 from specnb.measure.fork import ROUNDING, force
 
 WIDTH = 5
-"""Tokens of the blocks that noise is measured with."""
+"""Tokens per block when noise is measured."""
 QUANTILE = 0.999
-"""Quantile of the noise of all rows; twice that is the largest margin of a near-tie."""
+"""Quantile of the noise over all rows; twice its value is the largest margin of a near-tie."""
 EXIT_CODES = {"identical": 0, "near ties": 0, "inconclusive": 125, "hard": 1}
-"""By verdict, the worst last."""
+"""Exit codes by verdict, the worst last."""
 
 
 class ForeignText(BaseModel):
-    """A prompt and the output after it, each as token ids or, less exactly, as text, which is encoded again.
+    """A prompt and its output, each as token ids or, less exactly, as text, which is encoded again.
 
-    `source` names what wrote it, `control` the source that is the same engine without drafts.
+    `source` names the engine and setting, `control` the source of the same engine without drafts.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -50,7 +51,7 @@ class ForeignText(BaseModel):
 
 
 class SourceVerdict(NamedTuple):
-    """A source's verdict: `new` forks are not in its control; `margin` is the largest, `first` names the first fork."""
+    """The verdict on a source: `new` forks are not in its control; `margin` is the largest one."""
 
     source: str
     verdict: str
@@ -63,7 +64,7 @@ class SourceVerdict(NamedTuple):
 
 
 class ForeignAudit(NamedTuple):
-    """A verdict on each source; `limit`, in logits, is the largest margin of a near-tie, None where it is not known."""
+    """One verdict per source; `limit`: largest margin of a near-tie, in logits, None if unknown."""
 
     sources: list[SourceVerdict]
     limit: float | None
@@ -78,9 +79,10 @@ class ForeignAudit(NamedTuple):
 
 
 def read_texts(path: Path) -> list[ForeignText]:
-    """Read a JSONL file, a `ForeignText` per line. Raises InputError.
+    """Read a JSONL file, one `ForeignText` per line. Raises InputError.
 
-    One without an id is named after the first line with its prompt, so that a source is compared with its control.
+    A text without an id is named after the first line with its prompt, to match it with its
+    control.
     """
     texts, first = [], {}
     for number, value in json_lines(path):
@@ -88,7 +90,7 @@ def read_texts(path: Path) -> list[ForeignText]:
         name = text.id or f"line {first.setdefault(text.prompt, number)}"
         texts.append(text.model_copy(update={"id": name}))
     if not texts:
-        raise InputError(f"{path}: no texts in it; write one JSON object with prompt and output per line")
+        raise InputError(f"{path}: got no texts, expected one JSON object with prompt and output per line")
     return texts
 
 
@@ -96,18 +98,19 @@ def audit_texts(
     target: LanguageModel, texts: Sequence[ForeignText], other: LanguageModel | None = None, *,
     max_tokens: int | None = None, progress: Progress = silent,
 ) -> ForeignAudit:  # fmt: skip
-    """Judge greedy texts, of each the first `max_tokens`, source by source.
+    """Judge the first `max_tokens` of greedy texts, source by source.
 
-    "identical": no fork. "near ties": all are closer than twice the noise, and no more frequent than in the control.
-    "inconclusive": noise is not known, because the target's blocks have the bits of its single steps and there is no
-    `other`; or it is more than rounding can be (`measure.fork.ROUNDING`). "hard": all else, and margins that no type's
-    rounding explains. Raises InputError for a text that does not fit, VocabularyMismatch.
+    "identical": no fork. "near ties": all margins are below twice the noise, and forks are no more
+    frequent than in the control. "inconclusive": the noise is unknown, because the target's blocks
+    are bit-identical to its single steps and there is no `other`, or it exceeds rounding
+    (`measure.fork.ROUNDING`). "hard": everything else, and margins that no type's rounding
+    explains. Raises InputError for a text that does not fit the target, VocabularyMismatch.
     """
     models = [target, other or target]
     require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
-    fed, tables = {}, []  # texts are often equal
+    fed, tables = {}, []  # by text: texts are often equal
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
         prompt, ids = key
@@ -120,13 +123,13 @@ def audit_texts(
             fed[key] = pd.DataFrame(columns)
         tables.append(fed[key].assign(id=text.id, source=text.source))
     if not fed:
-        raise InputError("got no token after any prompt, expected one at least")
+        raise InputError("got no output token in any text, expected at least one")
     every, rows = pd.concat(fed.values()), pd.concat(tables)
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
-        line += f": {'too much' if share else 'unknown'}; give --other, the weights as their engine computes them"
+        line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's type"
     controls = {text.source: text.control for text in texts}
     limit = 2 * noise if is_rounding else None
     verdicts = [_judge(source, control, rows, limit) for source, control in controls.items()]
@@ -136,7 +139,7 @@ def audit_texts(
 def _encode(
     target: LanguageModel, text: ForeignText, room: int, max_tokens: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids of the prompt and of the output, which continues it. Raises InputError."""
+    """Return the ids of the prompt and of the output that continues it. Raises InputError."""
     prompt, ids = prompt_ids(target, text.prompt), text.output
     if isinstance(ids, str):
         ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass"))
@@ -150,7 +153,7 @@ def _encode(
 
 
 def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -> SourceVerdict:
-    """Judge a source's rows, a row a token; `limit` is the largest margin of a near-tie, None where it is not known."""
+    """Judge a source's rows, one per token; `limit` as in `ForeignAudit`."""
     rows, plain = rows[rows["source"] == source], rows[rows["source"] == control]
     forks, plain_forks = rows[rows["margin"] > 0], plain[plain["margin"] > 0]
     new, frequent = None, False

@@ -1,8 +1,8 @@
-"""Notebook 08: is speculative output lossless? A real pair is decoded and audited; planted faults show what is seen.
+"""Notebook 08: is speculative output lossless? Decode and audit a real pair, and planted faults.
 
-Greedy output must equal plain decoding, token for token. Sampled drafts and tokens must follow the rows that promise
-them (`divergence.sampling`). The planted faults change no module: no comparison of tensors can find them. The case of a
-note on another engine is made again on the pair.
+Greedy output must equal plain decoding, token for token. Sampled draft tokens and output tokens
+must follow their rows (`divergence.sampling`). The planted faults change no module: no comparison
+of tensors can find them. The case of a note on another engine is reproduced on the pair.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,7 +40,7 @@ from specnb.prompts import Prompt, categories, prompts
 from specnb.records import Generation, RunRecord
 
 SHIPPED, WRITER, WRITER_F16 = "data/foreign/texts.jsonl", "smollm2-135m:f32", "smollm2-135m:f16"
-"""Texts of other engines, and the model that wrote them, in the two types that they computed in."""
+"""Texts of other engines, and the model that wrote them, in the two types that were used."""
 TOKENS, K = 32, 4
 HELLO, N_TOKENS, N_ROUNDS = "Say hello.", 24, 3
 
@@ -48,8 +48,9 @@ HELLO, N_TOKENS, N_ROUNDS = "Say hello.", 24, 3
 def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunRecord:
     """Decode greedily and sampled, audit both, and try the audit on planted faults.
 
-    Measurements: `greedy`, a row a prompt; `foreign`, the document of a `ForeignAudit` of what other engines wrote;
-    `note`, rows of `show_note`; `audit`, the document of `Audit`; `planted`, the rows of `trial`.
+    Measurements: `greedy`, one row per prompt; `foreign`, the document of a `ForeignAudit` of other
+    engines' texts; `note`, the rows of `show_note`; `audit`, the document of `Audit`; `planted`,
+    the rows of `trial`.
     """
     with Experiment("08_lossless", params, round_robin(params.prompts)) as study:
         target, drafter = study.open_target(params.target), study.open_drafter(params.draft)
@@ -66,7 +67,7 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
                 "fork": fork and fork.position, "near_tie": fork and fork.near_tie,
             })  # fmt: skip
         study.measured["foreign"] = _audit_foreign(study, progress).document()
-        if type(drafter) is ModelDrafter:  # the note's case is one of a draft model
+        if type(drafter) is ModelDrafter:  # the note is about a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
         audited = audit_pair(
             target, drafter, study.chosen, k=params.k, temperature=params.temperature, seed=params.seed,
@@ -78,7 +79,7 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
 
 
 def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit:
-    """Audit the texts of a file, or of those shipped the ones behind the chosen prompts."""
+    """Audit the texts of a file, or the shipped ones of the chosen prompts."""
     params = study.params
     if params.texts != "shipped":
         texts, other, most = read_texts(Path(params.texts)), params.other, None
@@ -87,18 +88,21 @@ def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit:
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
         other, most = WRITER_F16, params.max_new_tokens
     if not texts:
-        return ForeignAudit([], None, "no texts are shipped for this target and these prompts: give a file, texts")
+        return ForeignAudit([], None, "no shipped texts for this target and these prompts: set `texts` to a file")
     opened = study.opened(load(other)) if other else None
     return audit_texts(study.target, texts, opened, max_tokens=most, progress=progress)
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:
-    """Take so many shipped prompts, or all of a file or pack, from all categories in turn. Raises InputError."""
+    """Return a number of shipped prompts, or all of a file or pack, from all categories in turn.
+
+    Raises InputError.
+    """
     source, n = (wanted, None) if isinstance(wanted, str) else ("", wanted)
     turns = zip_longest(*(prompts(name, source=source) for name in categories(source)))
     chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
     if n is not None and not 1 <= n <= len(chosen):
-        raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: give fewer, and more tokens")
+        raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: use fewer prompts and more tokens")
     return chosen[:n]
 
 
@@ -106,7 +110,7 @@ def audit_pair(
     target: LanguageModel, drafter: Drafter, chosen: Sequence[Prompt], *, seed: int, effect: float = 0.1,
     progress: Progress = silent, **options: Any,
 ) -> Audit:  # fmt: skip
-    """Decode each prompt with a seed of its own, and audit every draft and token against its row."""
+    """Decode each prompt with its own seed, and audit every draft token and output token."""
     tally = SamplingTally()
     for number, prompt in enumerate(with_progress(chosen, progress, "sampled")):
         generate_logged(
@@ -117,12 +121,13 @@ def audit_pair(
 
 
 def with_progress(chosen: Sequence[Prompt], progress: Progress, stage: str) -> Iterator[Prompt]:
+    """Yield the prompts, and report each one."""
     for number, prompt in enumerate(chosen):
         progress(number, len(chosen), f"{stage}: {prompt.id}")
         yield prompt
 
 
-# --- positions from our own decoding ----------------------------------------------------------------------------------
+# --- positions from our own decoding --------------------------------------------------------------
 
 
 def generate_logged(
@@ -133,9 +138,10 @@ def generate_logged(
     on_position: Callable[[Position], object],
     **options: Any,
 ) -> Generation:
-    """Run `decode.generate` by the rule "token", bit for bit; `on_position` gets each position that was committed.
+    """Run `decode.generate` with the rule "token"; `on_position` gets each position.
 
-    Of a long log keep sums, not rows: `sampling.SamplingTally().add` does.
+    Tokens and random numbers are bit-identical. `sampling.SamplingTally().add` keeps sums instead
+    of rows.
     """
     text = list(prompt_ids(target, prompt))
 
@@ -148,33 +154,44 @@ def generate_logged(
 
         with replaced(chooser.draws, "uniform", note_uniform):
             acceptance = accept.RULES["token"](logits, proposal, chooser)
-        kept = acceptance.n_accepted
-        # of a tree no draft is tested: each place is drawn from p, and may be one of the drafts
-        drafts = () if proposal.tree is not None else proposal.ids[: kept + 1]
-        # a number for each test or draw, and one for the token behind; greedy rounds draw none
-        drawn = uniforms or [None] * (kept + 2)
+        n_accepted = acceptance.n_accepted
+        # In a tree no draft token is tested: each position is drawn from p, and may be one of them.
+        drafts = () if proposal.tree is not None else proposal.ids[: n_accepted + 1]
+        # One number per test or draw, and one for the next token; greedy rounds draw none.
+        drawn = uniforms or [None] * (n_accepted + 2)
         committed_ids = [*(proposal.ids[node] for node in acceptance.path), acceptance.next_id]
-        for at, (node, committed) in enumerate(zip([COMMITTED, *acceptance.path], committed_ids, strict=True)):
-            drafted = at < len(drafts)
-            resampled = drawn[-1] if at == kept else None if drafted else drawn[at]
-            on_position(Position(
-                chooser.sampling.probabilities(logits[node + 1]),
-                proposal.q_draft[at] if drafted and proposal.q_draft is not None else None,
-                draft_id=drafts[at] if drafted else None, accepted=drafted and at < kept, committed_id=committed,
-                accept_u=drawn[at] if drafted else None, resample_u=resampled, prefix=tuple(text),
-            ))  # fmt: skip
+        rows = [COMMITTED, *acceptance.path]
+        for place, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
+            drafted = place < len(drafts)
+            has_row = drafted and proposal.q_draft is not None
+            resampled = not drafted or place == n_accepted
+            number = -1 if place == n_accepted else place
+            position = Position(
+                p_target=chooser.sampling.probabilities(logits[node + 1]),
+                q_draft=proposal.q_draft[place] if has_row else None,
+                draft_id=drafts[place] if drafted else None,
+                accepted=drafted and place < n_accepted,
+                committed_id=committed,
+                accept_u=drawn[place] if drafted else None,
+                resample_u=drawn[number] if resampled else None,
+                prefix=tuple(text),
+            )
+            on_position(position)
             text.append(committed)
         return acceptance
 
     return generate(target, tuple(text), drafter=drafter, rule=token, **options)
 
 
-# --- planted faults of sampling ---------------------------------------------------------------------------------------
+# --- planted faults of sampling -------------------------------------------------------------------
 
 
 @contextmanager
 def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
-    """The drafter draws from its `top_k` likeliest tokens, and reports the raw row. (transformers#47932, vllm#40149)"""
+    """Let the drafter draw from its `top_k` likeliest tokens and report the raw row.
+
+    (transformers#47932, vllm#40149)
+    """
     propose = drafter.propose
 
     def misreporting(tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
@@ -192,8 +209,11 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
 
 @contextmanager
 def resampled_from_target() -> Iterator[None]:
-    """After a rejection the token is drawn from p instead of norm(max(p - q, 0)), by the rule "token", in this process:
-    the acceptances stay what they were, and the output leans to what the drafter likes."""
+    """After a rejection, draw the token from p instead of norm(max(p - q, 0)), in the rule "token".
+
+    The acceptances stay the same, and the output favors the drafter's tokens. It affects this
+    process.
+    """
 
     def from_target(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
         chances = (p_target[i][x] / q_draft[i][x] for i, x in enumerate(draft_ids))
@@ -213,9 +233,9 @@ PLANTED = {
 
 
 def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progress: Progress = silent) -> pd.DataFrame:
-    """For each of PLANTED: verdict, causes, positions that were tested, and the z values of the panel.
+    """Audit a toy pair under each of PLANTED: verdict, causes, number of positions, and both z.
 
-    The toys know `TOKENS` tokens and sample at temperature 1. Raises what `generate` raises.
+    The toys have `TOKENS` tokens and sample at temperature 1. Raises what `generate` raises.
     """
     rows = []
     for number, (name, plant) in enumerate(PLANTED.items()):
@@ -236,7 +256,7 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
 
 
 def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
-    """A target, and a draft whose logits are the mean of the target's and another model's."""
+    """Return a target, and a draft with the mean logits of the target and another model."""
     parts = markov(TOKENS, seed=seed), markov(TOKENS, seed=seed + 10_000)
 
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
@@ -247,13 +267,14 @@ def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")
 
 
-# --- the note's case, made again on a pair ----------------------------------------------------------------------------
-# Text that says everything twice, because the drafter writes into the text that it reads; the note's cure, by which all
-# drafts of a round are one guess; NaN among the logits; a draft model that cannot be opened.
+# --- the note's case, reproduced on a pair --------------------------------------------------------
+# Text that repeats everything, because the drafter writes into the text that it reads; the note's
+# fix, which makes all draft tokens of a round the same guess; NaN in the logits; a damaged draft
+# model.
 
 
 class SameInputDrafter(ModelDrafter):
-    """The note's cure: every draft of a round is made from the same input."""
+    """The note's fix: every draft token of a round is computed from the same input."""
 
     model: Any
 
@@ -267,16 +288,16 @@ class SameInputDrafter(ModelDrafter):
         return Proposal(tuple(ids))
 
     def commit(self, tokens: Sequence[int]) -> None:
-        pass  # nothing is kept from round to round
+        pass  # no state from round to round
 
 
 def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, Any]]:
-    """Return a row for each case: `done`, `text`, `seen`. The models' states are empty afterwards."""
+    """Return one row per case: `done`, `text`, `seen`. The models' states are empty afterwards."""
     prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
     run, forward = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS), target.forward
     sound, cured = run(drafter=drafter), run(drafter=SameInputDrafter(drafter.model))
     judged = triage([cured], vocab_size=target.vocab.size)
-    # a loop whose drafter appends to the text writes the drafts of a round, and again what it commits
+    # A loop whose drafter appends to the text writes the draft tokens, and then the committed ones.
     tokens = [*prompt_ids(target, prompt)]
     begun = len(tokens)
     for _ in range(N_ROUNDS):
@@ -294,14 +315,14 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
         alone = generate(target, prompt, drafter=str(damaged), max_new_tokens=N_TOKENS)
         fallback = str(alone.fallback).replace(f"{folder}/", "").partition("; ")[0]
     rows = [
-        ("drafts are a proposal, and the text stays as it is", sound.text, _kept(sound)),
+        ("draft tokens are a proposal; the text does not change", sound.text, _kept(sound)),
         (
-            "drafts are appended to the text, and what is kept once more",
+            "draft tokens are appended to the text, and accepted ones again",
             appended,
             "cannot happen here: a drafter gets a read-only view",
         ),
-        ("every draft from the same input", cured.text, f"{_kept(cured)}; {judged.line or judged.verdict}"),
-        ("NaN among the logits", "", refused),
+        ("every draft token from the same input", cured.text, f"{_kept(cured)}; {judged.line or judged.verdict}"),
+        ("NaN in the logits", "", refused),
         ("the draft model's file is damaged", alone.text, fallback),
     ]
     target.reset()

@@ -1,4 +1,4 @@
-"""The parts of a model that the lab speaks of: expert banks, routers, attention, rotary embeddings, the output head."""
+"""Find the parts of a model: expert banks, routers, attention, rotary embeddings, the head."""
 
 from torch import nn
 from torch.nn import Module
@@ -12,23 +12,23 @@ Named = tuple[str, Module]
 
 KINDS = {
     "bank": "bank of experts (a module with `num_experts` and fused weights)",
-    "router": "router (a module with `top_k` beside a bank of experts)",
+    "router": "router (a module with `top_k` next to a bank of experts)",
     "attention": "attention (a module with `layer_idx` and linear layers)",
     "rotary": "rotary embedding (a module with `inv_freq`)",
     "head": "output head (what `get_output_embeddings` gives)",
 }
-"""Kinds of parts, and what they are."""
+"""Kinds of parts, and how they are recognized."""
 
 
 def find_modules(model: Module) -> list[Named]:
-    """All modules with their canonical paths."""
+    """Return all modules with their canonical paths."""
     modules = dict(model.named_modules())
     names = canonical(modules)
     return [(names[path], module) for path, module in modules.items()]
 
 
 def find(model: Module) -> dict[str, list[Named]]:
-    """The parts of any transformers-like model by KINDS, in the order it registers them, known by what they have."""
+    """Return the parts of a transformers-like model by KINDS, in the order of registration."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tests = {
         "bank": _is_bank,
@@ -45,9 +45,9 @@ def find(model: Module) -> dict[str, list[Named]]:
 
 
 def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
-    """A part of one of KINDS, or "" for the model itself; `layer` None is the first.
+    """Return a part of one of KINDS, "" for the model itself; `layer` None: the first.
 
-    InputError where the model has no such part.
+    Raises InputError if the model has no such part.
     """
     if not kind:
         return "", model
@@ -56,11 +56,11 @@ def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
         if layer in (None, layer_number(part[0])):
             return part
     layers = [layer_number(path) for path, _ in parts]
-    raise InputError(f"there is no {KINDS[kind]} in layer {layer}; layers that have one: {layers}")
+    raise InputError(f"got layer {layer}, which has no {KINDS[kind]}; layers with one: {layers}")
 
 
 def layer_number(path: str) -> int | None:
-    """The number of the layer a module is in: the first number in its path; None outside the layers."""
+    """Return the number of a module's layer, the first in its path; None outside the layers."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 

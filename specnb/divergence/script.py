@@ -1,7 +1,7 @@
-"""What a draft is fed, the same tokens in every set-up: a prompt, then rounds of which some tokens are taken back.
+"""The tokens that a draft is fed, the same in every set-up: a prompt, then rounds with rollbacks.
 
-Set-ups can be compared token by token only if none of them chooses its own: the tokens are given, and the last feed of
-every position is the text.
+Set-ups can be compared token by token only if none of them chooses its own tokens: a script fixes
+them, and the last feed of every position is the text.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,27 +23,29 @@ from specnb.measure.experiment import Progress, silent
 
 
 class Feed(NamedTuple):
-    """One forward over `ids`, after which the last `forget` tokens of the state are taken back."""
+    """One forward pass over `ids`, after which the last `forget` tokens are rolled back."""
 
     ids: tuple[int, ...]
     forget: int = 0
 
 
 class Script:
-    """Feeds in their order, and the `text`: the tokens that are in the state at the end.
+    """Feeds in order, and the `text`: the tokens in the state at the end.
 
-    `starts`: the position of the first token of each feed. `last_feeds (tokens,)`: the feed in which each position of
-    the text came last. InputError for an empty script, and where more is taken back than is there.
+    `starts`: the position of the first token of each feed. `last_feeds` `(tokens,)`: the last feed
+    of each position of the text. Raises InputError for an empty script, and if more tokens are
+    rolled back than are in the state.
     """
 
     def __init__(self, feeds: Iterable[Feed]) -> None:
         self.feeds = tuple(feeds)
-        self.starts, state = [], []  # of each token in the state its feed, and itself
+        self.starts, state = [], []  # state: the feed and the token of each position
         for number, feed in enumerate(self.feeds):
             self.starts.append(len(state))
             state += [(number, token) for token in feed.ids]
             if not feed.ids or not 0 <= feed.forget < len(state):
-                raise InputError(f"feed {number}: got {len(feed.ids)} tokens, and {feed.forget} of {len(state)} go")
+                rollback = f"a rollback of {feed.forget} of {len(state)}"
+                raise InputError(f"feed {number}: got {len(feed.ids)} tokens and {rollback}")
             del state[len(state) - feed.forget :]
         if not state:
             raise InputError("a script needs at least one feed: the prompt")
@@ -52,7 +54,7 @@ class Script:
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
-        """`text` as drafted: a prompt, then rounds of `k` steps, in every other one all but the first wrong."""
+        """Feed a prompt, then rounds of `k` steps; every other one rejects all but the first."""
         rng = np.random.default_rng(seed)
         feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
         while at < len(text):
@@ -65,17 +67,18 @@ class Script:
 
     @classmethod
     def blocks(cls, text: Sequence[int], *, width: int) -> "Script":
-        """`text` in blocks of `width`: the same tokens in other shapes."""
+        """Feed `text` in blocks of `width`: the same tokens in other shapes."""
         return cls(Feed(tuple(text[at : at + width])) for at in range(0, len(text), width))
 
     def align(self, trace: ModuleTrace) -> Alignment:
-        """Align a run of this script: its step i is feed i, whatever position it thought.
+        """Align a run of this script: its step i is feed i, whatever position the run assumed.
 
-        `whole` lacks modules that some step did not run. Raises InputError for a trace of other steps.
+        `whole` lacks modules that did not run in some step. Raises InputError for a trace of other
+        steps.
         """
         lengths = [step["length"] for step in trace.facts["steps"]]
-        if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may feed otherwise than it is told
-            raise InputError(f"the trace has {len(lengths)} steps of {sum(lengths)} tokens, the script other ones")
+        if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may split or merge feeds
+            raise InputError(f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: not those of the script")
         aligned = Alignment(trace, firsts=self.starts)
         aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
         aligned.tokens, steps = np.array(self.text), {*self.last_feeds}
@@ -90,7 +93,7 @@ def feed_script(
     model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:  # fmt: skip
-    """Feed a transformers model with a croppable cache; the logits of each feed, `(tokens, vocab)`, on the CPU."""
+    """Feed a transformers model; return logits `(tokens, vocab)` per feed, on the CPU."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
         before(feed)
@@ -101,7 +104,7 @@ def feed_script(
             if not hasattr(cache, "crop"):
                 lack = f"{type(model).__name__} gives no `past_key_values` that can be cropped"
                 raise InputError(f"{lack}: write traces of it (specnb divergence capture) and compare those")
-            for layer in cache.layers:  # layers of a window forget at once what a crop would need
+            for layer in cache.layers:  # sliding-window layers drop at once what a crop would need
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
         logits.append(out.logits[0].cpu())
@@ -111,16 +114,16 @@ def feed_script(
     return logits
 
 
-# --- under capture: another run's tokens, ids, the model's own text ---------------------------------------------------
+# --- for `capture`: another run's tokens, ids, the model's own text -------------------------------
 
 
 def read_script(path: Path) -> Script:
-    """Read what a run was fed, from its trace's folder or a file of ids, each line a forward. Raises InputError."""
+    """Read a trace's folder or a file of ids, one forward pass per line. Raises InputError."""
     return Script(_fed_before(path) if path.is_dir() else _lines(path))
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
-    """Feed a script, and take back what it takes back. Raises CapacityError, RewindError."""
+    """Feed a script, with its rollbacks. Raises CapacityError, RewindError."""
     for number, block in enumerate(script.feeds):
         progress(number, len(script.feeds), "forwards")
         model.forward(block.ids)
@@ -129,14 +132,14 @@ def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> N
 
 
 def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:
-    """Feed the prompt, then `n_new` times the likeliest token; why fewer (logits that are no numbers), else ""."""
+    """Feed the prompt, then `n_new` greedy tokens; return why it stopped early (NaN), else ""."""
     logits = model.forward(prompt)
     for number in range(n_new):
         progress(number, n_new, "tokens")
         try:
             token = argmax(logits[-1])
         except NonFiniteLogits as error:
-            return f"fed {model.n_past} tokens and no more: {error}"
+            return f"stopped after {model.n_past} tokens: {error}"
         logits = model.forward([token])
     return ""
 
@@ -146,20 +149,19 @@ def _lines(path: Path) -> Iterator[Feed]:
         try:
             ids = tuple(map(int, line.replace(",", " ").split()))
         except ValueError as error:
-            raise InputError(f"{path}, line {number}: give whole numbers, a line a forward ({error!s:.80})") from error
+            expected = f"expected token ids, one forward pass per line ({error!s:.80})"
+            raise InputError(f"{path}, line {number}: {expected}") from error
         if ids:
             yield Feed(ids)
 
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
-    """The forwards of a trace; where one begins before the end of the last, tokens were taken back between them."""
+    """Yield the forward passes of a trace; a step back in position is a rollback."""
     steps, end = read_facts(folder)["steps"], 0
     for step, following in zip_longest(steps, steps[1:]):
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
-            raise InputError(
-                f"{folder}: forward {step['step']} is of {rows}; only one whole row is fed again: give the ids"
-            )
+            raise InputError(f"{folder}: forward pass {step['step']} has {rows}, expected one whole row: give the ids")
         end = start + len(ids)
         yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

@@ -1,18 +1,16 @@
-"""The matrix of set-ups: the same draft, fed the same tokens beside different neighbours. A contrast rules out a guess.
+"""The matrix of set-ups: the same draft, fed the same tokens next to different neighbors.
 
-"Beside itself" cannot show that the draft is given another model's weights: they are its own values. The decoy twin
-(the same shapes, other weights) can. What the draft did in a set-up is replayed on a pristine copy (`local_errors`).
+A contrast between two set-ups rules out a hypothesis. "Beside itself" cannot show that the draft
+gets another model's weights, because they have the same values; a decoy twin (same shapes, other
+weights) can. The run of each set-up is replayed on a pristine copy of the draft (`local_errors`).
 
-Rounding to a coarser type than the draft's is no fault: another build, kernels in half precision, autocast. A fault
-sits somewhere and has a direction. Rounding is everywhere that modules of a kind are, and has none: the gain stays at 1
-while the error is that of the type. How large that is, a sound copy of the draft in that type shows.
+A service that computes in a coarser type than the draft is not judged: load the draft in that type.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,7 +34,6 @@ from specnb.divergence.capture.tensors import (
     to_numpy,
 )
 from specnb.divergence.errors import (
-    DIRECTED,
     ROUNDING,
     TENSOR,
     TIMES_FLOOR,
@@ -54,19 +51,28 @@ from specnb.divergence.faults.planting import Deploy
 from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, feed_script
-from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, Alignment, Key, ModuleTrace, find_turned
+from specnb.divergence.trace import (
+    NEIGHBOUR,
+    OWN,
+    UNKNOWN,
+    Alignment,
+    Key,
+    ModuleTrace,
+    Whole,
+    find_turned,
+)
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
 
 BLOCK = 5
-"""Width of the feeds of S0w and of the second sound run."""
+"""Tokens per feed in S0w and in the second sound run."""
 Logits = list[Tensor]
-"""Of each feed `(tokens, vocab)`, in the CPU's memory."""
+"""One tensor `(tokens, vocab)` per feed, on the CPU."""
 LOGITS = Key("", 0, "out", "out.logits")
 
 
 class SetUp(NamedTuple):
-    """One way to run the draft, as the head of `setups.toml` says."""
+    """One way to run the draft; the head of `setups.toml` describes the fields."""
 
     id: str
     says: str
@@ -78,15 +84,16 @@ class SetUp(NamedTuple):
 
 SETUPS = {name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()}
 FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
-"""Those that are always run, and those for a draft that only a neighbour makes wrong."""
+"""Set-ups that always run, and those that follow if the draft is wrong only next to a neighbor."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one set-up: `errors` as `errors.judge_errors` has them; `run` of the draft, along its text.
+    """The outcome of one set-up: `errors` as from `errors.judge_errors`, and the draft's `run`.
 
-    `logits` are those of each feed. `offset`: all positions are one number off, which RoPE does not see. `coarser`: the
-    type to which all that differs is rounded, "" for that of the draft: nothing is wrong then.
+    `logits` has one tensor per feed. `offset`: all positions are offset by one number, which RoPE
+    does not see. `coarser`: a coarser type than the draft's that all logits are rounded to, "" if
+    none; with one, nothing is judged wrong.
     """
 
     setup: SetUp
@@ -100,7 +107,7 @@ class Outcome:
 
     @cached_property
     def wrong(self) -> pd.DataFrame:
-        """The rows that are wrong by themselves, first in time first."""
+        """The rows that are wrong by themselves, earliest first."""
         return locate(self.errors)
 
     @property
@@ -109,20 +116,20 @@ class Outcome:
 
     @property
     def first(self) -> Node:
-        """The first divergence of a set-up that is wrong."""
+        """The first divergence. The set-up must be wrong."""
         return Node(*nodes(self.wrong).loc[0, [*Node._fields]])
 
     @property
     def foreign(self) -> pd.DataFrame:
-        """Parameters of other models that the draft's modules read, at the point of use."""
+        """Parameters of other models that operations of the draft's modules read."""
         return self.trace.params[~self.trace.params["owner"].isin((OWN, UNKNOWN))]
 
 
 class Lab:
-    """A draft under suspicion: runs set-ups, each compared with what a pristine copy makes of the same inputs.
+    """Runs a draft in set-ups, and compares each run with a pristine copy on the same inputs.
 
-    Raises InputError for a draft in a dtype without known rounding, and for a script with tokens that the target has
-    not.
+    Raises InputError for a draft in a dtype without known rounding, and for a script with tokens
+    that the target does not have.
     """
 
     def __init__(self, draft: Module, target: Module | None = None, *, script: Script) -> None:
@@ -130,26 +137,31 @@ class Lab:
         self.dtype = dtype_name(next(draft.parameters()))
         require_known("type of a draft", self.dtype, ROUNDING)
         if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(script.text):
-            raise InputError(f"got token {max(script.text)}, and the target knows {size}: give tokens that both have")
+            raise InputError(f"got token {max(script.text)}, expected below {size}: give tokens that both models have")
         self.reference = copy_of(draft)
         self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
-        """Digests of parameters and buffers, tied ones under each of their paths."""
+        """Digests of parameters and buffers by path; tied ones appear under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         parts = find(self.reference)
         self._rotaries = [*dict(parts["rotary"])]
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
-        """The pristine copy's runs: fed as the script has it, and in blocks."""
+        """The pristine copy's runs: fed as in the script, and in blocks."""
         self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
         routers = self.floor.index.isin([*dict(parts["router"])], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
-        """The floors of tensors of which nothing can be said: sound runs differ so much that zeros in place of one
-        would pass. What rounds never does, but for routers, which may break ties differently; what depends on how many
-        tokens are fed at once (angles of a long context) may."""
+        """Floors of tensors that cannot be judged: sound runs differ so much that zeros would pass.
+
+        Rounding alone does not cause this, except in routers, which may break ties differently.
+        Tensors that depend on the number of tokens fed at once do (angles of a long context).
+        """
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
-        """Run one set-up; `deploy(draft, neighbour)` is the service under suspicion, without which the models just run
-        in turn. InputError for logits of another vocabulary."""
+        """Run one set-up.
+
+        `deploy(draft, neighbour)` is the service under suspicion; without it the models run in
+        turn. Raises InputError for logits of another vocabulary.
+        """
         setup = SETUPS[name]
         script, neighbour = self.blocks if setup.in_blocks else self.script, self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
@@ -163,28 +175,30 @@ class Lab:
         shifted = self._explain_offset(errors, run)
         errors.loc[shifted, "error"] = 0.0
         errors = judge_errors(errors, self.floor, script.last_feeds)
-        outcome = Outcome(setup, script, errors, trace, run, logits, shifted.any())
-        if not outcome.clean and (coarser := self._rounded_to(outcome)):
-            return replace(outcome, errors=errors.assign(wrong=False), coarser=coarser)
-        return outcome
+        coarser = self._coarser_type(logits) if errors["wrong"].any() else ""
+        if coarser:
+            errors["wrong"] = False
+        return Outcome(setup, script, errors, trace, run, logits, shifted.any(), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
-        """The logits of a set-up without hooks."""
+        """Return the logits of a set-up without hooks."""
         setup = SETUPS[name]
         neighbour = self._neighbour(setup)
         with deploy(self.draft, neighbour) if deploy else nullcontext():
             return self._logits(setup, neighbour)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """Return how far the logits of set-ups are from sound ones at most (relative L2), and those of sound runs
-        from one another, at least what rounding to the draft's type may do."""
+        """Return the largest relative L2 error of the set-ups' logits, and that between sound runs.
+
+        The latter is at least the rounding of the draft's type.
+        """
         far = (_logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes)
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def _logits(
         self, setup: SetUp, neighbour: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
     ) -> Logits:
-        """Those of the draft in service, each feed after or before its neighbour reads the text, as a verifier does."""
+        """Return the logits of the draft in service; its neighbor reads the text around feeds."""
 
         def step(_feed: Feed) -> None:
             with torch.no_grad(), unseen():
@@ -195,8 +209,8 @@ class Lab:
         vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
-                shapes = f"the shape {tuple(row.shape)}, expected (tokens, {vocab}), of the last token at least"
-                raise InputError(f"in service logits have {shapes}: give those of the draft's own vocabulary")
+                shapes = f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
+                raise InputError(f"{shapes}: return those of the draft's vocabulary, of the last token at least")
         return logits
 
     def _neighbour(self, setup: SetUp) -> Module | None:
@@ -210,13 +224,13 @@ class Lab:
             case "other decoy":
                 return decoy_twin(self.reference, seed=2)
         if self.target is None:
-            raise InputError(f"{setup.id} runs the draft beside the target: give one")
+            raise InputError(f"{setup.id} runs the draft next to a target: give one")
         return self.target
 
     def _explain_offset(self, errors: pd.DataFrame, run: Alignment) -> pd.Series:
-        """Mark the rows that one offset of all positions explains; none where there is no such offset.
+        """Mark the rows that a single offset of all positions explains.
 
-        A model without rotary modules has learned positions, where an offset is an error.
+        A model without rotary modules has learned positions; there, an offset is an error.
         """
         sound = self.sound[0].whole
         pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
@@ -225,78 +239,38 @@ class Lab:
             return pd.Series(False, index=errors.index)
         return errors["module"].isin(self._rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
 
-    def _rounded_to(self, outcome: Outcome) -> str:
-        """The type, coarser than the draft's, to which all that differs is rounded; "" where there is none."""
-        wrong, read = outcome.wrong, outcome.trace.params
-        types = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
-        known = next((name for name in types if self._gives_same_bits(name, outcome)), "")
-        by_module = wrong.assign(along=(wrong["gain"] - 1).abs()).groupby("module")[["along", "error"]].median()
-        directed = wrong["discrete"].any() or (by_module["along"] >= DIRECTED * by_module["error"]).any()
-        # parameters of others, or with other content than the pristine copy's, are no rounding
-        meant = read["owner_path"].map(self.meant).fillna(read["digest"])
-        if known or directed or not ((read["owner"] == OWN) & (read["digest"] == meant)).all():
-            return known
-        worst, where = wrong["error"].max(), {*wrong["module"]}
-        # only what the model gives at last, as services round logits; a head that rounds is a module like any other
-        if {*wrong["at"]} == {""} and {*wrong["role"]} == {"out"}:
-            return next((name for name in types if worst <= ROUNDING[name] and _held_by(outcome.logits, name)), "")
-        kinds = outcome.trace.tensors.drop_duplicates("module").set_index("module")["kind"]
-        if len(where) == 1 or {*kinds.index[kinds.isin({kinds.get(module) for module in where})]} != where:
-            return ""  # rounding is everywhere that modules of a kind are
-        possible = (name for name in types if worst <= TIMES_FLOOR * ROUNDING[name])
-        return next((name for name in possible if self._rounds_as_much(name, outcome)), "")
-
-    def _gives_same_bits(self, dtype: str, outcome: Outcome) -> bool:
-        """Tell whether the sound draft, run in this type, gives these very logits: under autocast, with parameters of
-        the type (as loaded), or with buffers as well."""
-        if not _held_by(outcome.logits, dtype):  # they were not made in it, and nothing needs to be run
-            return False
-        kind, loaded = getattr(torch, dtype), copy_of(self.reference)
-        for parameter in loaded.parameters():
-            parameter.data = parameter.data.to(kind)
-        autocast = torch.autocast(next(loaded.parameters()).device.type, dtype=kind)
-        whole = copy_of(loaded).to(kind)
-        for model, under in (self.reference, autocast), (loaded, nullcontext()), (whole, nullcontext()):
-            # not every operation is there for every type
-            with suppress(RuntimeError), under:
-                if same_logits(feed_script(model, outcome.script), outcome.logits):
-                    return True
-        return False
-
-    def _rounds_as_much(self, dtype: str, outcome: Outcome) -> bool:
-        """Tell whether a sound copy in this type is off by as much, each tensor and the logits."""
-        _, copied = _capture_run(copy_of(self.reference).to(getattr(torch, dtype)), outcome.script)
-        errors = local_errors(self.reference, copied).groupby(TENSOR)["error"].max()
-        usual = outcome.wrong.join(errors.rename("usual"), on=TENSOR)["usual"]
-        off, usual_off = (_logits_off(self.sound[outcome.setup.in_blocks], run) for run in (outcome.run, copied))
-        # a type in which the sound copy overflows says nothing
-        no_more = (outcome.wrong["error"] <= TIMES_FLOOR * usual.where(np.isfinite(usual), 0.0)).all()
-        return no_more and off <= TIMES_FLOOR * usual_off < math.inf
+    def _coarser_type(self, logits: Logits) -> str:
+        """Return the coarser type than the draft's that all logits are rounded to; "" if none."""
+        coarser = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
+        # The coarsest first: numbers of bfloat16 are numbers of float16, too.
+        return next((name for name in reversed(coarser) if _held_by(logits, name)), "")
 
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
-    """The logits of each feed, and what every module was given and gave."""
+    """Return the logits of each feed, and the inputs and outputs of every module."""
     with capture(model, at_use=False, states=True) as builder:
         logits = feed_script(model, script)
     return logits, script.align(builder.trace())
 
 
-# --- shadow replay: each module of the pristine copy, recomputed on its recorded inputs -------------------------------
-# The copy reads the whole text in one forward. Every module in it is handed what the same module was given in the run
-# under suspicion, and its own output is compared with the run's, which then goes on in its place. So no error travels:
-# a module that is wrong is wrong by itself. What a module is given is compared, too: a difference there was made
-# between modules, by the code of the one that holds them or by somebody who wrote into a buffer meanwhile, and is put
-# down to the holder. (The idea of shadow modules is that of torch's numeric suite.)
+# --- shadow replay: each module of the pristine copy, recomputed on its recorded inputs -----------
+# The copy reads the whole text in one forward pass. Every module in it gets the inputs of the same
+# module in the run under suspicion. Its output is compared with the run's, which then replaces it.
+# So no error travels: a module that is wrong is wrong by itself. Inputs are compared, too: a
+# difference there arose between modules, in the code of the module that contains them or by a write
+# into a buffer meanwhile, and is attributed to the containing module. (Shadow modules are an idea
+# of torch's numeric suite.)
 
 
 @torch.no_grad()
 def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
-    """The error table of a run, replayed on the pristine `reference`, a row for each tensor and token.
+    """Replay a run on the pristine `reference`; return one row per tensor and token.
 
-    Columns: order, module, call, role, name, at, discrete, position, error, gain. `module` is who made the tensor, of
-    an input the one that holds `at`, where it was seen; `error` is relative L2, `gain` <a, b> / <a, a> of the sound
-    tensor a and the run's b. Of integers `error` is 1 where any differs; of experts chosen by scores the difference of
-    the scores, relative to all.
+    Columns: order, module, call, role, name, at, discrete, position, error, gain. `module` computed
+    the tensor; for an input it is the module that contains `at`, where the tensor was captured.
+    `error` is relative L2, `gain` is <a, b> / <a, a> of the sound tensor a and the run's b. For
+    integers, `error` is 1 if any differs; for experts chosen by scores, it is the difference of
+    their scores, relative to all scores.
     """
     replay = _Replay(run)
     with watch_modules(reference, replay.enter, replay.leave):
@@ -309,7 +283,10 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
 
 
 class _Replay:
-    """The hooks of the pristine copy; `errors`: of each tensor its labels, then positions, errors and gains, arrays."""
+    """The hooks of the pristine copy.
+
+    `errors` has, for each tensor, its labels and the arrays of positions, errors and gains.
+    """
 
     def __init__(self, run: Alignment) -> None:
         self._run = run
@@ -317,68 +294,118 @@ class _Replay:
         self._running, self.errors = [], []
 
     def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Exchange what a module is given for what it was given in the run."""
+        """Replace the inputs of a module by those in the run."""
         holder = self._running[-1] if self._running else path
         self._running.append(path)
         taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
         return _exchanged(args, taken), _exchanged(kwargs, taken)
 
     def leave(self, path: str, _module: Module, _args: tuple, output: object) -> object:
-        """Exchange what a module gives for what it gave in the run."""
+        """Replace the outputs of a module by those in the run."""
         taken = self._compare("out", outputs_in(output), path)
         self._running.pop()
         self._calls[path] += 1
         return _exchanged(output, taken)
 
     def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
-        """Note how far the run's tensors of the running module are from these; what goes on in their place, by id."""
+        """Record the errors of the running module's tensors, which the copy computed.
+
+        Return what the run had in their place, by the id of each tensor.
+        """
         self._order += 1
-        at, taken, pairs = self._running[-1], {}, list(named)
+        path = self._running[-1]
+        pairs = list(named)
+        replacements = {}
         for name, replayed in pairs:
-            key = Key(at, self._calls[at], role, name)
+            key = Key(path, self._calls[path], role, name)
             whole = self._run.whole.get(key)
             if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            axis, labels = whole.axis, (self._order, maker, key.call, role, name, at)
-            a, b = np.moveaxis(to_numpy(replayed), axis, 0), whole.values.copy()
-            choice = role == "out" and a.dtype.kind in "iu" and a.ndim > 1
-            positions, discrete = np.arange(len(a)), a.dtype.kind in "iub"
-            if a.shape != b.shape or np.iscomplexobj(a) != np.iscomplexobj(b):
-                if choice and b.dtype.kind in "iu" and a.shape[:-1] == b.shape[:-1] and not len(whole.gaps):
-                    # not `top_k` experts: wrong at each token
-                    self.errors.append((*labels, True, positions, np.ones(len(a)), np.ones(len(a))))
+            labels = self._order, maker, key.call, role, name, path
+            computed = np.moveaxis(to_numpy(replayed), whole.axis, 0)
+            choice = role == "out" and computed.dtype.kind in "iu" and computed.ndim > 1
+            if not _comparable(computed, whole.values):
+                if choice and _of_other_k(computed, whole):
+                    every = np.ones(len(computed))
+                    self._note(labels, True, whole.gaps, every, every)
                 continue
-            b[whole.gaps] = a[whole.gaps]  # the copy's own goes on where the run made nothing
-            recorded = torch.from_numpy(np.moveaxis(b, 0, axis).copy())  # hooks and modules write into it
-            taken[id(replayed)] = recorded.to(replayed)
-            beside = [item for _, item in pairs if item.is_floating_point() and item.shape[:-1] == replayed.shape[:-1]]
-            scores = next((item for item in beside if item.shape[-1] > replayed.shape[-1]), None) if choice else None
-            if scores is not None:  # with weights beside them, the order of the chosen counts
-                ordered = any(item.shape == replayed.shape for item in beside)
-                scores = flat(np.moveaxis(to_numpy(scores), axis, 0))
-                error, discrete = margins(scores, flat(a), flat(b), ordered=ordered), False
+            recorded = _align(computed, whole)
+            # A copy: hooks and modules write into it.
+            substitute = torch.from_numpy(np.moveaxis(recorded, 0, whole.axis).copy())
+            replacements[id(replayed)] = substitute.to(replayed)
+            chosen_by = _scores_beside(replayed, [tensor for _, tensor in pairs]) if choice else None
+            if chosen_by is not None:
+                scores, ordered = chosen_by
+                scores = flat(np.moveaxis(to_numpy(scores), whole.axis, 0))
+                error = margins(scores, flat(computed), flat(recorded), ordered=ordered)
             else:
-                error = (flat(a) != flat(b)).any(1).astype(float) if discrete else relative_l2(a, b)
-            columns = (np.delete(column, whole.gaps) for column in (positions, error, gains(a, b)))
-            self.errors.append((*labels, discrete, *columns))
-        return taken
+                error = _error_of(computed, recorded)
+            discrete = chosen_by is None and computed.dtype.kind in "iub"
+            self._note(labels, discrete, whole.gaps, error, gains(computed, recorded))
+        return replacements
+
+    def _note(self, labels: tuple, discrete: bool, gaps: np.ndarray, error: np.ndarray, gain: np.ndarray) -> None:
+        """Record errors and gains of all positions but the gaps."""
+        columns = np.arange(len(error)), error, gain
+        self.errors.append((*labels, discrete, *(np.delete(column, gaps) for column in columns)))
+
+
+def _comparable(computed: np.ndarray, recorded: np.ndarray) -> bool:
+    """Tell whether two tensors have the same shape and are both real or both complex."""
+    return computed.shape == recorded.shape and np.iscomplexobj(computed) == np.iscomplexobj(recorded)
+
+
+def _of_other_k(computed: np.ndarray, whole: Whole) -> bool:
+    """Tell whether the run chose another number of experts: it is wrong at every token."""
+    recorded = whole.values
+    integers = recorded.dtype.kind in "iu"
+    return integers and computed.shape[:-1] == recorded.shape[:-1] and not len(whole.gaps)
+
+
+def _align(computed: np.ndarray, whole: Whole) -> np.ndarray:
+    """Return the run's tensor; where the run computed nothing, it has the copy's own values."""
+    recorded = whole.values.copy()
+    recorded[whole.gaps] = computed[whole.gaps]
+    return recorded
+
+
+def _scores_beside(chosen: Tensor, outputs: list[Tensor]) -> tuple[Tensor, bool] | None:
+    """Return the scores that experts were chosen by, and whether the order of the chosen counts.
+
+    The scores are an output with more values per token. The order counts if the module also returns
+    weights of the chosen experts. None if there are no scores: the integers are no choice.
+    """
+    floats = [item for item in outputs if item.is_floating_point() and item.shape[:-1] == chosen.shape[:-1]]
+    scores = next((item for item in floats if item.shape[-1] > chosen.shape[-1]), None)
+    if scores is None:
+        return None
+    return scores, any(item.shape == chosen.shape for item in floats)
+
+
+def _error_of(computed: np.ndarray, recorded: np.ndarray) -> np.ndarray:
+    """Return the relative L2 error of each token, or 1 where any of its integers differs."""
+    if computed.dtype.kind in "iub":
+        return (flat(computed) != flat(recorded)).any(1).astype(float)
+    return relative_l2(computed, recorded)
 
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
-    """The same structure with some of its tensors replaced."""
+    """Return the same structure with some of its tensors replaced."""
     return tree_map_only(Tensor, lambda tensor: taken.get(id(tensor), tensor), value, is_leaf=is_cache)
 
 
-# --- logits -----------------------------------------------------------------------------------------------------------
+# --- logits ---------------------------------------------------------------------------------------
 
 
 def _held_by(logits: Logits, dtype: str) -> bool:
-    """Tell whether all are numbers that a type of this name has, as they are once they were rounded to it."""
-    return all(torch.equal(row, row.to(getattr(torch, dtype)).to(row.dtype)) for row in logits)
+    """Tell whether all logits are numbers of this type, and not all are zero."""
+    kind = getattr(torch, dtype)
+    exact = all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits)
+    return exact and any(row.any() for row in logits)
 
 
 def _logits_off(sound: Alignment, run: Alignment) -> float:
-    """The largest relative L2 error of the logits of a position that both have; infinite where one is no number."""
+    """Return the largest relative L2 error of the logits of a shared position; inf for NaN."""
     if LOGITS not in sound.whole or LOGITS not in run.whole:
         return 0.0
     a, b = (item.whole[LOGITS] for item in (sound, run))
@@ -387,20 +414,21 @@ def _logits_off(sound: Alignment, run: Alignment) -> float:
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
-    """Tell whether the logits of each feed (of its last tokens where a service gives no others) are equal numbers."""
+    """Tell whether the logits of each feed are equal; a service may return the last ones only."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(np.array_equal(a.double(), b.double(), equal_nan=True) for a, b in last)
 
 
-# --- what was looked at -----------------------------------------------------------------------------------------------
+# --- what was looked at ---------------------------------------------------------------------------
 
 
 class Coverage(NamedTuple):
-    """Modules that ran and, of these, those of which something was `compared`; `left_out` are "module:role:name".
+    """How much of a run was compared: modules, tensors, tokens, parameters.
 
-    `with_holder`: own outputs could not be compared, but those of a module around them, where an error shows.
-    `uncompared`: nothing tells of them. `left_out`: tensors without a token axis or of other shapes (masks).
-    `seen_at_use`: parameters that an operation was seen to read.
+    `with_holder`: modules whose outputs could not be compared, inside a module whose outputs were.
+    `uncompared`: modules without any comparison. `left_out`: tensors without a token axis or of
+    other shapes (masks), as "module:role:name". `seen_at_use`: parameters that an operation was
+    seen to read.
     """
 
     modules: int
@@ -416,14 +444,15 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
-        """Count what one set-up's run covers."""
+        """Count the coverage of one set-up."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors.groupby(TENSOR).groups}
-        # also what has another shape than the pristine copy's: attention weights over a window
+        # including tensors of another shape than the pristine copy's: attention weights over a
+        # window
         left_out = [key for key in outcome.run.rows if key not in seen]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
-        # a wrapper that the pristine copy has not: what it gives is what a module inside gave
+        # A wrapper that the pristine copy does not have returns what a module inside it returned.
         gave = trace.rows(role="out").groupby("module")["digest"].agg(set)
         known = set().union(*(gave[module] for module in compared))
         compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
@@ -441,7 +470,7 @@ class Coverage(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Tell whether every module that ran was compared, or one that holds it, and so was what the model gave."""
+        """Tell whether the output was compared, and every module or one that contains it."""
         return self.output and not self.uncompared
 
     def __str__(self) -> str:

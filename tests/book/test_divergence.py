@@ -11,7 +11,7 @@ from specnb.book import divergence
 from specnb.book.claims import claims_of, read_fixed
 from specnb.params import DivergenceParams
 
-GALLERY = ["positional_registry", "kv_slot_swap", "dummy_tokens", "split_k"]
+GALLERY = ["positional_registry", "kv_slot_swap", "rope_mismatch", "split_k"]
 PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=GALLERY)
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
 
@@ -77,8 +77,8 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     table, strips = gallery.table.set_index("fault"), gallery.strips
     assert table["module_right"].all() and table["cause_right"].all()
     assert table["verdict"].tolist() == ["DIVERGENT", "DIVERGENT", "DIVERGENT", "PRECISION_ONLY"]
-    assert table["cause"].tolist() == ["IDENTITY", "KV_SLOT", "INPUT", "PRECISION_ONLY"]
-    assert table["module"].tolist() == ["layers.0.mlp.experts", "layers.0.self_attn", "the model's inputs", "-"]
+    assert table["cause"].tolist() == ["IDENTITY", "KV_SLOT", "POSITION", "PRECISION_ONLY"]
+    assert table["module"].tolist() == ["layers.0.mlp.experts", "layers.0.self_attn", "rotary_emb", "-"]
     assert table["module"].equals(table["planted_module"]) and table["cause"].equals(table["planted_cause"])
     assert table.loc["kv_slot_swap", "token"] == 5
     assert stages == [(i, 4, name) for i, name in enumerate(PARAMS.gallery)]
@@ -86,13 +86,13 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     frames = {
         (round(shape.y0 + 0.42), strips.columns[round(shape.x0 + 0.5)]) for shape in shapes if shape.type == "rect"
     }
-    assert frames == {(0, "layers.0.mlp.experts"), (1, "layers.0.self_attn"), (2, "")}
+    assert frames == {(0, "layers.0.mlp.experts"), (1, "layers.0.self_attn"), (2, "rotary_emb")}
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
 
 
-# --- figures --------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def shown(investigation, table):

@@ -9,11 +9,11 @@ import pytest
 
 from specnb.decode.generate import generate
 from specnb.divergence.capture import capture
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import random_script
 from specnb.divergence.script import feed_script
 from specnb.divergence.trace import ModuleTrace
 from specnb.lm.load import load
+from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.conftest import errors
 from tests.tiny_models import llama_gguf, torch_model
 
@@ -98,12 +98,13 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
         assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
 
 
-# --- compare --------------------------------------------------------------------------------------------------------
+# --- compare --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """Traces of a tiny model: two alike, one with a random head, and that one as an engine writes it that wraps it."""
+    """Traces of a tiny model: two alike, one with a random head, and that one as an engine writes
+    it that wraps it."""
     model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
     script = random_script(model, tokens=18, prompt=14)
     for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):

@@ -74,7 +74,8 @@ CASES = {
     "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
             "COMPUTATION", {"right read"}, set()),
 }  # fmt: skip
-"""Services, the set-ups that are run, the cause that must come first, facts that must hold, those that must not."""
+"""Services, the set-ups that are run, the cause that must come first, facts that must hold, those
+that must not."""
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,7 +86,7 @@ def test_the_cause_comes_first_by_what_was_read_and_what_was_cached(divergence_l
     assert first.name == cause and first.score > second.score + 1, [*map(str, (first, second))]
     assert hold <= facts and fail.isdisjoint(facts), facts
     if name == "repacked":  # and not of `down_proj`, which would come first
-        assert words["copied"].startswith(f"; of {BANK}.down_proj_bias, ")
+        assert words["copied"].startswith(f"; it read copies of {BANK}.down_proj_bias, ")
 
 
 def int8_cache(draft, neighbour):

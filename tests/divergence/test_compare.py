@@ -1,4 +1,5 @@
-"""Two traces, compared without torch: sound runs agree in whatever shapes; of a fault module and token are found."""
+"""Two traces, compared without torch: sound runs agree in whatever shapes; of a fault module and
+token are found."""
 
 import copy
 import dataclasses
@@ -12,11 +13,11 @@ import torch
 
 from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.offline import compare_traces
 from specnb.divergence.parts import part_of
 from specnb.divergence.script import Feed, Script, feed_script
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.faults import FAULTS
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
 SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
@@ -112,7 +113,8 @@ def test_two_faults_are_both_minimal(single):
 
 
 def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_the_holder(single):
-    """Also where something else in the same holder is wrong: the reader was given another module's output."""
+    """Also where something else in the same holder is wrong: the reader was given another module's
+    output."""
     handle = single.draft.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
     try:
         minimal = compare_traces(single.reference, single.traced("rope_mismatch", start=0)).minimal
@@ -122,7 +124,7 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
     assert minimal[1].n_tokens == len(TEXT)
 
 
-# --- floors, ties ---------------------------------------------------------------------------------------
+# --- floors, ties ---------------------------------------------------------------------------------
 
 
 def test_floors_of_sound_runs_are_taken(single):
@@ -149,7 +151,8 @@ def test_sound_runs_must_be_of_the_text_that_is_compared(single):
 
 @contextmanager
 def rerouted(model, noise=2e-7, position=7):
-    """Router 0 whose logits are a rounding off, and which at one position takes its fifth expert for its fourth."""
+    """Router 0 whose logits are a rounding off, and which at one position takes its fifth expert
+    for its fourth."""
 
     def other(out):
         logits, scores, chosen = out
@@ -185,7 +188,7 @@ def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(singl
     with rerouted(tied, noise=-2e-7):
         sound = single.traced(script=PREFILL, model=tied)
     unknown = compare_traces(clean, other)
-    assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on another expert" in unknown.line
+    assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
     excused = compare_traces(clean, other, sound=[sound])
     assert excused.verdict == "PRECISION_ONLY" and "ties" in excused.reason
 
@@ -208,7 +211,7 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
     assert grown(1 + 1e-5).verdict == "PRECISION_ONLY"
 
 
-# --- texts, batches, names --------------------------------------------------------------------------------------------
+# --- texts, batches, names ------------------------------------------------------------------------
 
 
 def test_errors_are_exact(single):
@@ -256,7 +259,7 @@ def test_what_was_fed_last_counts(single):
     assert comparison.fork is None and comparison.coverage["tokens"] == 11
 
 
-# --- values that are no numbers, positions that are no offset ---------------------------------------------------------
+# --- values that are no numbers, positions that are no offset -------------------------------------
 
 
 NAN, AT_7 = math.nan, np.s_[:, 7, 3]
@@ -285,7 +288,8 @@ def test_what_is_not_a_number_is_found_where_the_other_run_has_another_value(sin
 
 
 def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
-    """Attention over a whole prefill multiplies it by a weight of 0, and that is NaN: at earlier tokens, too."""
+    """Attention over a whole prefill multiplies it by a weight of 0, and that is NaN: at earlier
+    tokens, too."""
     sound, norm = single.traced(script=PREFILL), single.draft.model.layers[1].input_layernorm
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
         comparison = compare_traces(sound, single.traced(script=PREFILL))
@@ -304,7 +308,7 @@ def test_positions_that_start_again_are_no_offset_of_all(single, start):
     assert (comparison.first.module, comparison.first.first_token) == ("rotary_emb", start)
 
 
-# --- what is told -----------------------------------------------------------------------------------------------------
+# --- what is told ---------------------------------------------------------------------------------
 
 
 def test_what_was_not_compared_is_counted(single):

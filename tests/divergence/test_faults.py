@@ -1,13 +1,14 @@
-"""Planted faults: each acts where its description says, is found by the lab, and leaves no trace behind."""
+"""Planted faults: each acts where its description says, is found by the lab, and leaves no trace
+behind."""
 
 import pytest
 import torch
 
 from specnb.divergence import pair as small
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.investigate import judge_service
 from specnb.divergence.script import feed_script as feed
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.tiny_models import torch_model
 
 IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))
@@ -33,7 +34,8 @@ FOUND = {
     "split_k": (None, None, "PRECISION_ONLY", "S0"),
     "uniform_offset": (None, None, "PRECISION_ONLY", "S0"),
 }
-"""Of each fault: the module that is wrong first, from which token on, its cause, and the set-ups that tell."""
+"""Of each fault: the module that is wrong first, from which token on, its cause, and the set-ups
+that tell."""
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -45,7 +47,7 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
     if module is not None:
         assert found.causes[0].name == cause and found.bad.setup.id == setups.split()[-1], found.line
     else:
-        says = "one number off" if name == "uniform_offset" else "another order"
+        says = "offset by one number" if name == "uniform_offset" else "another order"
         assert found.verdict == cause and says in found.reason and found.exit_code == 0, found.line
 
 

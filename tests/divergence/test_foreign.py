@@ -118,7 +118,7 @@ def test_a_file_without_texts_is_refused_with_its_line(line, tmp_path):
         read_texts(tmp_path / "texts.jsonl")
 
 
-@pytest.mark.parametrize(("output", "says"), [((), "no token"), ((1,) * 5_000, "n_ctx")])
+@pytest.mark.parametrize(("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx")])
 def test_what_cannot_be_judged_is_refused(output, says):
     with pytest.raises(InputError, match=says):
         audited(near(1.0, 0.0), output)

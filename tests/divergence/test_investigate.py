@@ -1,4 +1,5 @@
-"""Investigations in one call: verdict, first divergence, coverage, exit code; set-ups by themselves; the report."""
+"""Investigations in one call: verdict, first divergence, coverage, exit code; set-ups by
+themselves; the report."""
 
 import copy
 import json
@@ -11,12 +12,11 @@ from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralFo
 
 from specnb.divergence import investigate as module
 from specnb.divergence.causes import Cause, Sign
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.faults.planting import replace_forward, replaced
 from specnb.divergence.investigate import investigate, judge_service
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
-from tests.benchmarks.divergence_score.controls import all_run, linear
+from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.divergence.lab import TOKENS
 
 BANK = "layers.0.mlp.experts"
@@ -58,7 +58,7 @@ def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
-# --- no clean bill ----------------------------------------------------------------------------------------------------
+# --- no clean bill --------------------------------------------------------------------------------
 
 
 def patched(path, change):
@@ -68,7 +68,8 @@ def patched(path, change):
 
 
 def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
-    """A service that computes something else while it is watched: the lab would judge the wrong thing."""
+    """A service that computes something else while it is watched: the lab would judge the wrong
+    thing."""
 
     watched = patched("lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0))
     found = judge_service(lab, deploy=watched, setups=["S0"])
@@ -83,7 +84,7 @@ def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
     blind = copy.copy(lab)
     blind.floor, blind._kept = lab.floor * 1e9, {}
     found = judge_service(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "the logits are" in found.reason
+    assert found.verdict == "INCONCLUSIVE" and "the logits differ" in found.reason
 
 
 def test_a_draft_with_nan_in_it_is_told_where(lab):
@@ -118,7 +119,8 @@ def test_a_changed_output_is_put_down_to_its_module(lab, path, change, cause):
 
 
 def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
-    """A mixture of experts whose activation is a module, which sees the tokens of one expert at a time."""
+    """A mixture of experts whose activation is a module, which sees the tokens of one expert at a
+    time."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -140,7 +142,7 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
         investigate(draft)
 
 
-# --- set-ups ----------------------------------------------------------------------------------------------------------
+# --- set-ups --------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_run_is_refused(lab):
@@ -150,19 +152,8 @@ def test_what_cannot_be_run_is_refused(lab):
         Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=lab.script)
     small_target, largest = copy.deepcopy(lab.target), max(lab.script.text)
     small_target.resize_token_embeddings(largest)
-    with pytest.raises(InputError, match=f"token {largest}, and the target knows {largest}"):
+    with pytest.raises(InputError, match=f"token {largest}, expected below {largest}"):
         Lab(lab.draft, small_target, script=lab.script)
-
-
-def test_what_is_as_small_as_rounding_everywhere_and_adds_up_is_none(lab):
-    """A wrong scale for every other column: no more than rounding to bfloat16 may do once."""
-
-    def every_other(module):
-        by = 1 + 0.011 * (-1.0) ** torch.arange(1, module.out_features + 1)
-        return lambda original, x: original(x) * by
-
-    found = lab.run("S0", lambda draft, neighbour: all_run(linear(draft), every_other))
-    assert not found.coarser and {*found.wrong["module"].str.rpartition(".")[2]} >= {"q_proj", "o_proj", "lm_head"}
 
 
 def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
@@ -205,16 +196,16 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
     assert {*wrong.wrong["module"]} == {"lm_head"}
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
+# --- the report -----------------------------------------------------------------------------------
 
 
 def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
     fed = judge_service(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
     for found, same in ((foreign, "Yes"), (fed, "NO")):
         answers = module.answers(found)
-        assert str(found.coverage) in answers["What was looked at?"] and module.text(found).startswith(found.line)
+        assert str(found.coverage) in answers["What was compared?"] and module.text(found).startswith(found.line)
         assert answers["Same tokens in all runs?"].startswith(same)
-    assert "S6" in answers["What was not?"]
+    assert "S6" in answers["What was not compared?"]
 
 
 @pytest.mark.parametrize(

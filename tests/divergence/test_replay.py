@@ -1,4 +1,5 @@
-"""Shadow replay: several faults are found at once, what the run did not make is left out, and captures stay."""
+"""Shadow replay: several faults are found at once, what the run did not make is left out, and
+captures stay."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,11 +11,11 @@ from torch import nn
 
 from specnb.divergence.capture import capture
 from specnb.divergence.errors import judge_errors, locate
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.script import Feed, Script, feed_script
 from specnb.divergence.setups import local_errors
 from specnb.divergence.trace import Key
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.faults import FAULTS
 
 TEXT = np.random.default_rng(0).integers(0, 256, 20).tolist()
 SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
@@ -47,7 +48,7 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
     with capture(lab.draft) as builder:
         feed_script(lab.draft, lab.script)
     trace = builder.trace()
-    with pytest.raises(InputError, match="other ones"):
+    with pytest.raises(InputError, match="not those of the script"):
         BLOCKS.align(trace)
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
     aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))

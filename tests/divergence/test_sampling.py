@@ -1,15 +1,13 @@
-"""The sampling audit: calm where sampling is sound, loud and right for planted faults, and blind where it must be."""
-
-import math
+"""The sampling audit: two sums and exact checks detect planted faults, and a sound sampler raises
+no alarm."""
 
 import numpy as np
 import pytest
 
 from specnb.decode import accept
 from specnb.decode.generate import generate
-from specnb.divergence import sampling
 from specnb.divergence.lossless import PLANTED, generate_logged, related, trial
-from specnb.divergence.sampling import STATISTICS, Moments, Position, SamplingTally
+from specnb.divergence.sampling import CAUSES, LIMIT, MEANING, STATISTICS, Position, SamplingTally
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -45,10 +43,6 @@ def zs(audited):
     return {statistic.name: statistic.z for statistic in audited.panel}
 
 
-def far(audited):
-    return {statistic.name for statistic in audited.panel if statistic.far}
-
-
 def pooled(fault, seeds=range(6), **options):
     return [position for seed in seeds for position in logged(seed, fault=fault, **options)[0]]
 
@@ -57,7 +51,7 @@ ROW_P, ROW_Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.25, 0.25, 0.25, 0.25]
 SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 
 
-# --- sound decoding -------------------------------------------------------------------------------------------------
+# --- sound decoding -------------------------------------------------------------------------------
 
 
 def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_before():
@@ -66,14 +60,15 @@ def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_
     assert (late.verdict, late.exit_code, late.causes, late.flaws) == ("sound", 0, (), {})
     assert late.replayed == late.n == len(heard)
     assert early.verdict == "inconclusive" and early.exit_code == 125
-    assert audit(heard[: 200 + early.more]).more < 0.1 * early.more
+    assert audit(heard[: 200 + early.more]).verdict == "sound"
     assert audit(heard[:200], effect=0.5).verdict == "sound"
     assert audit(heard, effect=0.01).more > 20 * len(heard)
 
 
 @pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(related(3)[0])], ids=["lookup", "itself"])
 def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
-    """Of a draft that is the target itself nothing is ever rejected, and what little varies is rounding."""
+    """Of a draft that is the target itself nothing is ever rejected, and what little varies is
+    rounding."""
     tally = SamplingTally()
     for seed in range(8):
         options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
@@ -101,7 +96,8 @@ def test_trees_are_audited_place_by_place(temperature):
 
 
 def test_a_tree_that_is_not_renormalised_is_seen_by_its_random_numbers(monkeypatch):
-    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out too often.
+    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out
+    too often.
 
     By statistics alone this is not seen: of a tree the log has no q, towards which the tokens lean.
     """
@@ -113,7 +109,7 @@ def test_a_tree_that_is_not_renormalised_is_seen_by_its_random_numbers(monkeypat
 
     monkeypatch.setattr(accept, "walk_drafts", eager)
     heard = logged_trees(1.0, range(2))
-    assert audit(heard).causes == (sampling.BONUS,) and not audit(blind(heard)).causes
+    assert audit(heard).causes == (CAUSES["bonus"],) and not audit(blind(heard)).causes
 
 
 def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
@@ -141,80 +137,75 @@ def test_listening_changes_no_token_no_random_number_and_no_round(options):
 
 @pytest.mark.slow
 def test_of_a_thousand_sound_logs_at_most_one_is_called_wrong():
-    """As an engine logs them that keeps no random numbers: by statistics alone, of some 200 positions each."""
+    """As an engine logs them that keeps no random numbers: by statistics alone, of some 200
+    positions each."""
     alarms = [seed for seed in range(1000) if audit(blind(logged(seed)[0])).verdict == "wrong"]
     assert len(alarms) <= 1, alarms
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [TOP_K, GREEDY, FROM_P])
-def test_a_planted_fault_is_found_within_a_thousand_positions(fault):
-    logs = [blind(pooled(fault, range(first, first + 8), n_tokens=120))[:1000] for first in range(0, 160, 8)]
-    assert [audit(log).verdict for log in logs] == ["wrong"] * len(logs)
-
-
-# --- planted faults: seen, named, and undone ------------------------------------------------------------------------
+# --- planted faults -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause", "must", "must_not"),
+    ("fault", "cause"),
     [
-        (TOP_K, sampling.MISREPORTED, "z_draft", set()),
-        (GREEDY, sampling.NOT_DRAWN, "z_draft", set()),
-        (FROM_P, sampling.FROM_TARGET, "z_dir", {"z_acc", "z_draft"}),
+        (TOP_K, MEANING["z_surp"][0]),
+        (GREEDY, MEANING["z_surp"][0]),
+        (FROM_P, CAUSES["residual"]),
     ],
 )
-def test_a_planted_fault_is_seen_by_its_statistic_and_named_and_gone_afterwards(fault, cause, must, must_not):
-    audited = audit(blind(pooled(fault, range(4))))
-    assert audited.verdict == "wrong" and audited.exit_code == 1 and audited.causes == (cause,)
-    assert must in far(audited) and not must_not & far(audited)
-    assert logged(5)[1].token_ids == logged(5)[1].token_ids != logged(5, fault=fault)[1].token_ids
+def test_a_planted_fault_is_detected_and_gone_afterwards(fault, cause):
+    heard = pooled(fault, range(4))
+    audited = audit(heard)
+    assert audited.verdict == "wrong" and audited.exit_code == 1 and cause in audited.causes
+    assert audit(blind(heard)).verdict == "wrong"
+    sound, wrong = logged(5)[1].token_ids, logged(5, fault=fault)[1].token_ids
+    assert sound == logged(5)[1].token_ids != wrong
+
+
+@pytest.mark.parametrize("fault", [NOTHING, TOP_K, GREEDY, FROM_P])
+def test_the_two_sums_alone_detect_each_planted_fault(fault):
+    """Exact checks left out: an engine whose log has no random numbers, and rows too coarse for
+    them."""
+    tally = SamplingTally()
+    for position in blind(pooled(fault, range(16))):
+        tally.add(position)
+    tally._flaws.clear()
+    audited = tally.audit()
+    assert audited.verdict == ("sound" if fault == NOTHING else "wrong")
+    assert {name for name, z in zs(audited).items() if abs(z) > LIMIT} <= {"z_acc", "z_surp"}
 
 
 def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random_number():
     p, q = np.array([0.1, 0.5, 0.4]), np.array([0.8, 0.1, 0.1])  # the residual's edges are at 0, 0.571, 1
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
-    audited = audit([log._replace(committed_id=1, resample_u=0.58)])
-    assert audited.causes == (sampling.FROM_TARGET,) and "u = 0.58" in audited.flaws["residual"].says
-    assert audit([log._replace(committed_id=1, resample_u=0.9)]).causes == (sampling.OTHER,)
+    for u in (0.58, 0.9):
+        audited = audit([log._replace(committed_id=1, resample_u=u)])
+        assert audited.causes == (CAUSES["residual"],)
+        assert f"u = {u}" in audited.flaws["residual"].says
 
 
-def test_the_token_behind_the_last_draft_is_audited():
+def test_the_token_after_the_last_draft_token_is_audited():
     def unlikely(positions):
-        worst = [p._replace(committed_id=int(np.argmin(p.p_target))) for p in positions if p.draft_id is None]
-        return audit([*(p for p in positions if p.draft_id is not None), *worst])
+        extra = [position for position in positions if position.draft_id is None]
+        return audit([p._replace(committed_id=int(np.argmin(p.p_target))) for p in extra])
 
-    heard = logged(0, 100)[0]
-    extra = [position for position in heard if position.draft_id is None]
-    assert audit(extra).panel[2].n == len(extra) > 3
-    assert unlikely(heard).causes == (sampling.BONUS,)
-    assert audit(blind(pooled(NOTHING, range(4)))).causes == () and unlikely(blind(pooled(NOTHING))).verdict == "wrong"
+    assert unlikely(logged(0, 100)[0]).causes == (CAUSES["bonus"],)
+    assert audit(blind(pooled(NOTHING, range(4)))).causes == ()
+    assert unlikely(blind(pooled(NOTHING))).causes == (MEANING["z_surp"][1],)
 
 
-def test_a_sampler_that_takes_the_first_of_tokens_alike_is_seen_by_their_order_alone():
-    """Rows of four pairs of tokens that are equally likely."""
-
-    def drawn_from_pairs(first, rng):
-        for _ in range(1500):
-            p = np.repeat(rng.dirichlet(np.ones(4)) / 2, 2)
-            y = int(rng.choice(8, p=p))
-            yield Position(p, None, None, False, y // 2 * 2 if first else y)
-
-    audited = audit(drawn_from_pairs(True, np.random.default_rng(0)))
-    assert audited.flaws == {} and audited.causes == (sampling.OTHER,) and far(audited) == {"z_order"}
-    assert audited.panel[4].z < -5 and audit(drawn_from_pairs(False, np.random.default_rng(0))).verdict == "sound"
-
-
-def test_the_trial_of_notebook_08_names_each_planted_fault_and_nothing_where_nothing_is():
+def test_the_trial_of_notebook_08_detects_each_planted_fault_and_nothing_else():
     stages = []
-    table = trial(prompts=4, max_new_tokens=150, progress=lambda done, total, stage: stages.append(stage))
-    assert table["causes"].tolist() == ["", sampling.MISREPORTED, sampling.NOT_DRAWN, sampling.FROM_TARGET]
+    table = trial(prompts=5, max_new_tokens=150, progress=lambda done, total, stage: stages.append(stage))
+    assert table["verdict"].tolist() == ["sound", "wrong", "wrong", "wrong"]
+    assert table.loc[3, "causes"] == CAUSES["residual"]
     assert stages == table["planted"].tolist() == list(PLANTED)
     assert np.abs(table.loc[0, list(STATISTICS)].astype(float)).max() < 4
 
 
-# --- exact checks ---------------------------------------------------------------------------------------------------
+# --- exact checks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -222,7 +213,6 @@ def test_the_trial_of_notebook_08_names_each_planted_fault_and_nothing_where_not
     [
         ({"accepted": False, "committed_id": 1}, "accept"),  # p > q is always kept
         ({"draft_id": 3, "committed_id": 3}, "accept"),  # p = 0 never
-        ({"draft_id": 3, "committed_id": 3}, "committed"),
         ({"committed_id": 1}, "committed"),
         ({"draft_id": None, "q_draft": None, "accepted": False, "committed_id": 3}, "committed"),
         ({"draft_id": 2, "accepted": False, "committed_id": 2}, "residual"),
@@ -245,42 +235,26 @@ def test_an_empty_log_is_inconclusive_and_an_effect_must_be_a_share():
             audit([SOUND], **wrong)
 
 
-# --- level and power are what is said ---------------------------------------------------------------------------------
+# --- false alarms ---------------------------------------------------------------------------------
 
 
 def test_a_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
-    """The 1000 drafts promise 0.001 rejections; in standard deviations of that sum the one there was would be 32."""
+    """1000 draft tokens predict 0.001 rejections: one is 32 standard deviations, and still likely
+    to occur."""
     p, q = np.array([1 - 1e-6, 1e-6]), np.array([1.0, 0.0])
     heard = [Position(p, q, 0, True, 0)] * 999 + [Position(p, q, 0, False, 1)]
-    assert audit(heard).verdict == "sound" and abs(zs(audit(heard))["z_acc"]) < 1
+    assert audit(heard).verdict == "sound" and abs(zs(audit(heard))["z_acc"]) < 2
     assert audit([*heard[:900], *[heard[-1]] * 100]).verdict == "wrong"
 
 
-N, LIKELY = 1500, np.array([0.8, 0.2])
-
-
-@pytest.fixture(scope="module")
-def two_tokens():
-    """Deviations (token, statistic) of what is drawn from the row LIKELY, and the sums of N such positions."""
-    tallies = [SamplingTally(), SamplingTally()]
-    for y, tally in enumerate(tallies):
-        tally.add(Position(LIKELY, None, None, False, y))
-    moments = np.array([tally._sums for tally in tallies])
-    return moments[:, :, 0], N * moments[0]
-
-
-@pytest.mark.parametrize("at", [STATISTICS.index(name) for name in ("z_surp", "z_order")])
-def test_sound_sums_are_far_as_often_as_the_level_says_and_what_is_detectable_is_seen_with_the_power_said(
-    two_tokens, at
-):
-    gives, sums = two_tokens
-    rng, times, level = np.random.default_rng(1), 4000, sampling.ALPHA / len(STATISTICS)
-    detectable = sampling._panel(sums, N, 0.1)[at].detectable
-    for share in (0.0, detectable, -detectable):
-        seconds = rng.binomial(N, LIKELY[1] + share, times)
-        z = (gives[0, at] * (N - seconds) + gives[1, at] * seconds) / sampling.divisor(Moments(*sums[at]))
-        if share:
-            seen = np.mean([math.erfc(abs(value) / math.sqrt(2)) <= level for value in z])
-            assert seen > sampling.POWER - 3 * math.sqrt(0.09 / times), share
-        else:  # at 1 %, for the level itself is too rare to be counted
-            assert 0.005 < np.mean(np.abs(z) > 2.576) < 0.01 + 4 * math.sqrt(0.01 / times)
+def test_sums_over_sound_positions_exceed_their_limit_no_more_often_than_the_bound_says():
+    """At |z| > 2 the bound is 2 exp(-2) = 0.27, and a normal sum exceeds it in 4.6 % of the
+    cases."""
+    rng, row = np.random.default_rng(1), np.array([0.8, 0.2])
+    exceeded = 0
+    for _ in range(300):
+        tally = SamplingTally()
+        for token in rng.choice(2, 60, p=row):
+            tally.add(Position(row, None, None, False, int(token)))
+        exceeded += abs(zs(tally.audit())["z_surp"]) > 2
+    assert 0 < exceeded < 0.1 * 300

@@ -1,4 +1,4 @@
-"""Notebook 06, section by section."""
+"""The tables and figures of notebook 06, section by section."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -22,32 +22,34 @@ from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
 from specnb.divergence.trace import Key
 from specnb.draft.model import ModelDrafter
+from specnb.errors import require_known
 from specnb.io import digest
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
 
 NOTHING = "-"
-"""Shown where no module is named, and for what a tool does not tell."""
+"""Shown if no module is named."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
-"""The set-ups of the case, and how its notes call them."""
+"""The set-ups of the case, by their names in its notes."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that tell the planted faults apart."""
 
 LIMIT = np.log10(TIMES_FLOOR)
-"""From here on a tensor counts as wrong."""
+"""Heat from which a tensor counts as wrong."""
 LOW, HIGH = HEAT
 MOST_ROWS = 40
-"""Modules that a heat map shows at most."""
+"""Largest number of modules in a heat map."""
 LEAST = 1e-8
-"""The least value on a logarithmic axis: smaller ones are drawn there."""
+"""Smallest value on a logarithmic axis; smaller ones are drawn there."""
 WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
-LEGEND = f"0: at the floor of sound runs; wrong from {LIMIT:.2f} on ({TIMES_FLOOR:g} times the floor)"
+LEGEND = f"0: floor of sound runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
 
 
 class Gallery(NamedTuple):
-    """`table`: one row for each fault; `strips`: faults by modules, the worst of all tokens, log10 of error over floor.
+    """Results of planted faults.
 
-    `named`: of each fault the module that was named first.
+    `table`: one row per fault. `strips`: faults by modules, log10 of error over floor of the worst
+    token. `named`: the module named first, by fault.
     """
 
     table: pd.DataFrame
@@ -56,32 +58,35 @@ class Gallery(NamedTuple):
 
 
 class Study(Experiment):
-    """The sections, which make one record."""
+    """The sections of the notebook, which make one record."""
 
     def __init__(self, params: DivergenceParams) -> None:
         super().__init__("06_divergence", params, [])
         self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
         self.faults = params.gallery or [*FAULTS]
+        for name in self.faults:
+            require_known("fault", name, FAULTS)
         self._deploy = deploy_fault(params.fault, layer=None if params.layer < 0 else params.layer)
 
     @cached_property
     def lab(self) -> Lab:
-        """The embedded pair, with one pristine copy and its floors for all faults; it is fed tokens of the seed."""
+        """The embedded pair, with one pristine copy and its floors for all faults."""
         p = self.params
         models = pair(seed=p.seed, dtype=p.dtype)
         script = random_script(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
         return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:
-        """The fault, as a service under suspicion."""
+        """Investigate the fault as a service."""
         investigation = judge_service(self.lab, deploy=self._deploy, progress=progress)
         self.measured["investigation"] = investigation.document()
         return investigation
 
     def accept(self) -> pd.DataFrame:
-        """Decode speculatively with the draft in service beside a neighbour; a row for each, and who verifies.
+        """Decode speculatively with the draft in service; return one row per neighbor and verifier.
 
-        Columns: beside, verified_by, drafted, kept, acceptance_rate. The draft's copy is pristine.
+        Columns: beside, verified_by, drafted, kept, acceptance_rate. The copy of the draft is
+        pristine.
         """
         lab, p = self.lab, self.params
         copied, target = "a copy of itself", "the larger target"
@@ -102,17 +107,17 @@ class Study(Experiment):
         return pd.DataFrame(rows)
 
     def gallery(self, progress: Progress = silent) -> Gallery:
-        """Plant one fault of the gallery after the other and investigate each as a service of its own.
+        """Plant the faults of the gallery one by one, and investigate each as a service.
 
-        Columns of the table: fault, planted (a description), verdict; planted_module, the module that was named and
-        module_right; token; planted_cause, cause and cause_right; seconds. A control (`split_k`, `uniform_offset`) is
-        right if no module is named. Raises InputError for a fault that does not fit the models, and for one that never
-        acts on this script.
+        Columns of the table: fault, planted (a description), verdict, planted_module, module (named
+        first), module_right, token, planted_cause, cause, cause_right, seconds. A control
+        (`split_k`, `uniform_offset`) is right if no module is named. Raises InputError for a fault
+        that does not fit the models, and for one that never acts on this script.
         """
         rows, strips, framed = [], {}, {}
         for done, name in enumerate(self.faults):
             progress(done, len(self.faults), name)
-            deploy = RecordedFault(name)
+            deploy = RecordedFault(FAULTS[name])
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
             strips[name] = investigation.heat().max(axis=1)
@@ -134,15 +139,15 @@ class Study(Experiment):
         return Gallery(table, pd.concat(strips, axis=1).T, framed)
 
 
-# --- the case: what people compared by hand ---------------------------------------------------------------------------
+# --- the case: what people compared by hand -------------------------------------------------------
 
 
 def case_table(investigation: Investigation) -> pd.DataFrame:
-    """The table of the case's notes, a column for each set-up: what people compared by hand, over the prompt.
+    """Return the table of the case's notes, over the prompt: one column per set-up.
 
-    Key inputs are what the key projection gives to attention, attention outputs what the output projection is given.
-    The digests are of all parameters of a bank of experts: as they were loaded, and as its operations read them.
-    `difference` is that of the last set-up from the first, relative.
+    Key inputs are the output of the key projection, attention outputs the input of the output
+    projection. The digests cover all parameters of a bank of experts, as loaded and as read by its
+    operations. `difference` is the relative difference of the last set-up from the first.
     """
     parts, columns = find(investigation.lab.draft), {}
     for name, says in CASE.items():
@@ -178,13 +183,13 @@ HYPOTHESES = {
     "the fused norm and residual": ("S3", "banks_alone"),
     "routing": ("S3", "banks_alone"),
 }
-"""The notes' guesses: the set-up that tells, and the value of `divergence_values` that is true if it rules one out."""
+"""The notes' hypotheses: the deciding set-up, and the value of `divergence_values` that decides."""
 
 
 def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
-    """A row for each guess of the notes: the set-up that tells, what it showed, and whether the guess is ruled out.
+    """Return one row per hypothesis of the notes: deciding set-up, result, ruled out or not.
 
-    It is so for the plant alone: of the case itself no trace is at hand.
+    This holds for the planted fault only: there is no trace of the case itself.
     """
     values = divergence_values(investigation)
     rows = [
@@ -196,16 +201,17 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
-    """The mean and the deviation of what a module was given or gave over the prompt."""
+    """Return mean and standard deviation of a module's input or output over the prompt."""
     values = outcome.trace.arrays[outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]].astype(float)
     return values.mean(), values.std()
 
 
 def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
-    """Tabulate what each number says of each module's outputs, in S0w, which is sound, and in the first wrong set-up.
+    """Compare each module's outputs in S0w, which is sound, with those in the first wrong set-up.
 
-    Columns: module, mean_ratio, std_ratio, cosine, relative_l2, all of the outputs as they are, errors of earlier
-    modules included; `by_itself`, the largest error that the module itself made; `ratio` of that to its floor.
+    Columns: module; mean_ratio, std_ratio, cosine and relative_l2 of the outputs, which include
+    errors of earlier modules; `by_itself`, the largest error of the module itself; its `ratio` to
+    the floor.
     """
     bad = investigation.outcome()
     sound_run, wrong_run = investigation.outcomes["S0w"].run.whole, bad.run.whole
@@ -224,9 +230,9 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
 
 
 def misleading_figure(investigation: Investigation) -> go.Figure:
-    """For each module's output: how far its mean, its deviation, its direction and its values are off, log scale.
+    """Plot errors of each module's output: mean, standard deviation, direction and values.
 
-    Smaller values than LEAST are drawn there.
+    Values below LEAST are drawn at LEAST.
     """
     table = tabulate_misleading(investigation)
     lines = pd.DataFrame({
@@ -251,27 +257,28 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
-    """The matrix of set-ups: a strip for each that was run, modules in order of time; named first is framed."""
+    """Plot one strip per set-up, modules in the order of the run; the one named first is framed."""
     strips, marks = {}, {}
     for setup, outcome in investigation.outcomes.items():
         name = f"{setup} {outcome.setup.says}"
         strips[name] = investigation.heat(setup).max(axis=1)
         if not outcome.clean:
             marks[name] = outcome.wrong["module"].iloc[0]
-    return draw_strips(pd.concat(strips, axis=1).T, title="Beside whom the draft goes wrong, and where", marks=marks)
+    return draw_strips(pd.concat(strips, axis=1).T, title="In which set-ups the draft is wrong, and where", marks=marks)
 
 
 def gallery_figure(gallery: Gallery) -> go.Figure:
-    """A strip for each fault, what was named first is framed."""
+    """Plot one strip per fault; the module named first is framed."""
     return draw_strips(
         gallery.strips, title="Planted faults: where modules are wrong by themselves", marks=gallery.named
     )
 
 
 def divergence_values(investigation: Investigation) -> Values:
-    """Return the named values that the claims of notebook 06 are judged by; those of a set-up not run are missing.
+    """Return the values for the claims of notebook 06; those of a set-up not run are missing.
 
-    `kept` and `kept_itself`: the share of tokens that the draft gives beside the target, or a copy, as it does alone.
+    `kept` and `kept_itself`: the share of tokens that are the same next to the target, or a copy,
+    as alone.
     """
     seen, outcomes = case_table(investigation), investigation.outcomes
     alone, beside = seen["S0 alone"], seen["S3 beside the larger target"]
@@ -296,15 +303,15 @@ def divergence_values(investigation: Investigation) -> Values:
     }  # fmt: skip
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- figures --------------------------------------------------------------------------------------
 
 
 def draw_heat(investigation: Investigation) -> go.Figure:
-    """The heat map of the first wrong set-up, its first divergence framed; of the last where none is wrong.
+    """Plot the heat map of the first wrong set-up, else of the last; frame its first divergence.
 
-    Modules in order of time by tokens, coloured by log10 of error over floor (`Investigation.heat`). Places that were
-    not compared are grey. The modules that are wrong and those beside them are drawn, or all where none is, but no
-    more than MOST_ROWS.
+    Modules in the order of the run by tokens, colored by log10 of error over floor
+    (`Investigation.heat`); gray: not compared. It shows wrong modules and their neighbors, or all
+    if none is wrong, up to MOST_ROWS.
     """
     table, first, setup = investigation.heat(), investigation.first, investigation.outcome().setup
     wrong = (table.max(axis=1) > LIMIT).to_numpy()
@@ -321,9 +328,9 @@ def draw_heat(investigation: Investigation) -> go.Figure:
 
 
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
-    """One strip for each row (a set-up, a fault): modules in order of time, the worst of all tokens.
+    """Plot one strip per row (a set-up, a fault): the worst token of each module, in run order.
 
-    `table`: rows by names, columns by modules. `marks`: of a row the module that is framed and named.
+    `table`: rows by names, columns by modules. `marks`: the module to frame and name, by row.
     """
     modules = _named(table.columns)
     figure = _heatmap(table, x=modules, y=_named(table.index), ygap=3)
@@ -341,7 +348,7 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
 
 
 def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
-    """Name the layers below the middles of their modules, which are in order of time, and draw a line before each."""
+    """Label each layer below the middle of its modules, and draw a line before it."""
     numbers = pd.Series([*modules]).str.extract(r"\b(\d+)\b", expand=False)
     layers = numbers.groupby(numbers, sort=False).groups
     every = max(1, -(-len(layers) // 12))  # names that fit
@@ -366,5 +373,5 @@ def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5
 
 
 def _named(modules: Sequence[str]) -> list[str]:
-    """Paths of modules for a figure, where tags would be obeyed."""
+    """Return escaped module paths: a figure interprets HTML tags."""
     return [html.escape(str(module)) or "(the model)" for module in modules]

@@ -1,6 +1,6 @@
-"""Hooks on a torch model in any process: what each module was given, gave back, kept, and which weights it read.
+"""Hooks on a torch model in any process: inputs, outputs, state and read parameters of modules.
 
-Eager execution only: a compiled or replayed graph runs past the hooks, which is refused instead of called clean.
+Eager execution only: a compiled or replayed graph bypasses the hooks and is refused.
 """
 
 from collections import Counter
@@ -33,13 +33,13 @@ from specnb.divergence.trace import OWN, PARAM_COLUMNS, TENSOR_COLUMNS, ModuleTr
 from specnb.errors import InputError
 
 ROOT = ""
-"""The canonical path of the model that is captured."""
+"""The canonical path of the captured model."""
 replaced = patch.object
-"""`replaced(owner, name, value)`: the attribute of this one instance is `value` inside, and what it was afterwards."""
+"""`replaced(owner, name, value)` sets an instance's attribute inside a block, then restores it."""
 
 
 class Frame(NamedTuple):
-    """A call of a module that is running, its step, and the parameters that it was seen to read."""
+    """A running call of a module: its step, its arguments, and the parameters seen to be read."""
 
     module: Module
     step: int
@@ -50,16 +50,16 @@ class Frame(NamedTuple):
 
 
 class TraceBuilder:
-    """The stack of running modules, and what hooks saw; `trace()` gives the trace, after the capture or in between."""
+    """Records what hooks see; `trace()` returns the trace, after the capture or during it."""
 
     def __init__(self, model: Module, *, states: bool) -> None:
         dtype = next(map(dtype_name, model.parameters()), None)
         self.facts = {"model": type(model).__name__, "torch": torch.__version__, "dtype": dtype, "steps": []}
         self.running: list[Frame] = []
         self.listens = True
-        """Hooks report to it."""
+        """Whether hooks record anything."""
         self._states = states
-        # a list of layers has no forward: nothing to see there
+        # A list of layers has no forward.
         self._hooked = [path for path, item in find_modules(model) if type(item).forward is not Module.forward]
         self._tensors = []
         """Rows of TENSOR_COLUMNS."""
@@ -70,11 +70,11 @@ class TraceBuilder:
         self._calls, self._order = Counter(), 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Leave out what runs inside: another torch model, which may share modules with this one."""
+        """Record nothing inside the block, e.g. of another model with shared modules."""
         return replaced(self, "listens", False)
 
     def trace(self) -> ModuleTrace:
-        """The trace of what was seen so far. Its facts count modules that have hooks, and name those that never ran."""
+        """Return the trace so far; its facts count hooked modules and list those never called."""
         tensors = pd.DataFrame(self._tensors, columns=TENSOR_COLUMNS)
         called = {*tensors["module"]}
         never = [path for path in self._hooked if path not in called]
@@ -83,7 +83,7 @@ class TraceBuilder:
         return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), self._arrays)
 
     def forward_of(self, model: Module) -> AbstractContextManager[None]:
-        """Hooks run when a model is called; engines call its `forward` (SGLang), or replace the call (vLLM)."""
+        """Also record calls of `forward`, by which engines bypass hooks (SGLang, vLLM)."""
         original = model.forward
 
         @wraps(original)
@@ -102,24 +102,24 @@ class TraceBuilder:
         return replaced(model, "forward", forward)
 
     def use(self, owned: Owned) -> None:
-        """Write down that an operation of the running module read a parameter, once a call."""
+        """Record that an operation of the running module read a parameter, once per call."""
         frame = self.running[-1]
         if id(owned.tensor) not in frame.params:
             frame.params.add(id(owned.tensor))
             digest = ""
-            with suppress(RuntimeError, TypeError):  # a wrapper without bytes of its own, or on "meta"
+            with suppress(RuntimeError, TypeError):  # a wrapper without its own bytes, or on "meta"
                 digest = digest_tensor(owned.tensor)
             parameter = owned.owner, owned.path, digest, dtype_name(owned.tensor)
             self._params.append((frame.step, frame.path, frame.call, *parameter))
 
     def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> None:
-        """Write down what a module is given."""
+        """Record the inputs of a module."""
         if not self.listens:
             return
         arguments = name_arguments(module, args, kwargs)
-        with _disable_current_modes():  # the work of a hook reads no parameters
+        with _disable_current_modes():  # reads by the hook itself do not count
             if path == ROOT:
-                self.running.clear()  # a model does not run inside itself: an interrupt left these, unknown to hooks
+                self.running.clear()  # frames left by an interrupt: a model does not run inside itself
             steps = self.facts["steps"]
             if path == ROOT or not steps:
                 steps.append({"step": len(steps), **step_of(arguments)})
@@ -129,9 +129,9 @@ class TraceBuilder:
             self._see("in", named_tensors(arguments))
 
     def leave(self, _path: str, module: Module, _args: tuple, output: object) -> None:
-        """Write down what a module gave."""
+        """Record the outputs of a module."""
         if not self.listens or not self.running or self.running[-1].module is not module:
-            return  # `enter` was not reached: another hook raised
+            return  # `enter` did not run: another hook raised
         with _disable_current_modes():
             layer = getattr(module, "layer_idx", None)
             if self._states and isinstance(layer, int):
@@ -140,7 +140,7 @@ class TraceBuilder:
             self.running.pop()
 
     def _see(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Write down tensors that the running call was given or gave, as one event of `order`."""
+        """Record inputs or outputs of the running call as one event of `order`."""
         frame = self.running[-1]
         holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
         call = frame.step, frame.path, type(frame.module).__name__, frame.call, self._order, role
@@ -158,23 +158,24 @@ def capture(
     model: Module, path: str | Path | None = None, *,
     known: Mapping[str, Module] | None = None, at_use: bool = True, states: bool = False,
 ) -> Iterator[TraceBuilder]:  # fmt: skip
-    """Write down the forwards of `model` inside the block; `trace()` of what it yields is the trace.
+    """Record the forward passes of `model` inside the block; the yielded builder has `trace()`.
 
-    `path`: a folder in which the trace is saved when the block ends, also by an error. `known`: other models in the
-    process, by tag, whose weights are told apart from the model's own when an operation reads them. `at_use`: follow
-    every operation to the parameters it reads; a model with flex attention, which torch compiles by itself, needs it
-    off (or attn_implementation="eager"). `states`: keep what caches hold, too, which `compare` does not need. All that
-    is seen is kept: 1.5 MB a token for a model of 135 M parameters.
+    `path`: a folder to which the trace is saved when the block ends, even by an error. `known`:
+    other models in the process, by tag, whose weights are told apart from the model's own when an
+    operation reads them. `at_use`: follow every operation to the parameters it reads; a model with
+    flex attention, which torch compiles by itself, needs it off (or attn_implementation="eager").
+    `states`: also record cache contents, which `compare` does not need. All of it stays in memory:
+    1.5 MB per token for a model of 135 M parameters.
 
-    One call of the model, by its name or by its `forward`, is one step. A module that is called outside of it (a head,
-    as vLLM's compute_logits does) belongs to the step before: give the model itself, not a list that holds it. Results
-    are the same bits as without. What another model does inside `paused()` of what is yielded is not written down.
-    What another thread runs is written down without the parameters that it reads. Raises InputError for a compiled
-    model.
+    One call of the model, by its name or by its `forward`, is one step. A module called outside of
+    it (such as a head in vLLM's compute_logits) belongs to the step before: pass the model itself,
+    not a list that contains it. Results are bit-identical to those without capture. Inside
+    `paused()` of the builder, nothing is recorded. Calls in another thread are recorded without the
+    parameters that they read. Raises InputError for a compiled model.
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled, and runs past hooks"
+            compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled and bypasses hooks"
             raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
     builder, models = TraceBuilder(model, states=states), {OWN: model, **(known or {})}
     parameters = AtUse(models, builder.use, builder.running) if at_use else nullcontext()
@@ -188,14 +189,14 @@ def capture(
 
 @contextmanager
 def watch_modules(model: Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
-    """Call `before(path, module, args, kwargs)` and `after(path, module, args, output)` around each module's forward.
+    """Call `before(path, module, args, kwargs)` and `after(path, module, args, output)`.
 
-    What they return, if anything, goes on in the place of arguments and output. `after` is also called when a forward
-    raises.
+    They run around the forward of each module. Their return values, if any, replace the arguments
+    and the output. `after` is also called if a forward pass raises.
     """
     with ExitStack() as stack:
         for path, module in find_modules(model):
             stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
-            # also called when forward raises: a call left on a stack would shift all that comes later
+            # Also called if forward raises: a frame left on the stack would shift all later ones.
             stack.enter_context(module.register_forward_hook(partial(after, path), always_call=True))
         yield

@@ -1,11 +1,12 @@
-"""Which parameters the operations of a module really read, whatever its attributes say.
+"""Find which parameters the operations of a module really read, whatever its attributes say.
 
-A module may resolve another model's weights inside an operation (a registry of experts by position); its own attributes
-stay right. So parameters are told by where the operands of each operation lie in memory. Custom operations are followed
-inside, where their kernels call torch's; what Triton or C++ reads by itself is never seen.
+A module may resolve another model's weights inside an operation (a registry of experts by position)
+while its attributes stay right. So parameters are identified by the memory of each operation's
+operands. Custom operations are followed inside if their kernels call torch's; what Triton or C++
+reads by itself is not seen.
 
-A service that hands the draft another model's weights makes them the draft's own attributes. What tells is whose values
-they are (`relabel`).
+A service may also assign another model's weights to the draft's attributes. Then their values
+identify the owner (`relabel`).
 """
 
 from collections import defaultdict
@@ -22,11 +23,11 @@ from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, ModuleTrace
 
 TORCH = ("aten", "prim", "prims")
-"""Namespaces of operations that read what they are given and nothing else."""
+"""Namespaces of operations that read only their operands."""
 
 
 class Owned(NamedTuple):
-    """A parameter or buffer, the tag of the model that has it and its path there."""
+    """A parameter or buffer, the tag of the model it belongs to, and its path there."""
 
     owner: str
     path: str
@@ -34,37 +35,37 @@ class Owned(NamedTuple):
 
 
 class AtUse(TorchDispatchMode):
-    """While it is entered and something is in `running`, each known parameter that an operation reads is noted.
+    """Calls `note` for each parameter that an operation reads while something is in `running`.
 
-    Known are parameters and buffers of `models`, by tag, found by the storage that a tensor views. Of tied parameters
-    the first name is kept; of a memory that two models share the first model's, so that the captured model comes first.
-    A parameter object that no known model has is UNKNOWN, and is not kept: weights that are brought in for one call
-    (offloading) must not pile up.
+    Parameters and buffers of `models`, by tag, are identified by the storage that a tensor views.
+    Tied parameters have their first name; memory that two models share belongs to the first, so
+    pass the captured model first. A parameter of no model is UNKNOWN and is not stored: weights
+    loaded for one call (offloading) must not pile up.
     """
 
     supports_higher_order_operators = True
-    """Such as conditions on a tensor: torch would refuse to run them under this mode."""
+    """Such as conditions on a tensor; torch refuses to run them under this mode otherwise."""
 
     def __init__(self, models: Mapping[str, Module], note: Callable[[Owned], None], running: Sequence[object]) -> None:
         super().__init__()
         self._note, self._running = note, running
         self._owners = defaultdict(list)
-        """Those that have, or had, something in the storage of this address."""
+        """Owners of tensors that are, or were, in the storage at this address."""
         self._objects = {}
-        """Owners by the id of their tensor."""
+        """Owners by the id of the tensor."""
         for tag, model in models.items():
             for path, tensor in list_parameters(model).items():
                 self._add(Owned(tag, path, tensor))
 
     def find_owner(self, tensor: Tensor) -> Owned | None:
-        """Who owns the memory that `tensor`, or the start of this view, lies in."""
+        """Return the owner of the memory at the start of `tensor`."""
         memory = _memory(tensor)
-        # memory that its owner left (moved, offloaded) may be anybody's by now
+        # Memory that its owner left (moved, offloaded) may belong to any tensor now.
         owners = (owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory)
         before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()]
         if before or (memory and type(tensor) is Tensor):  # most operands are activations
             return max(before, key=lambda owned: owned.tensor.data_ptr(), default=None)
-        # a wrapper (quantised weights) or nothing in it; or the parameter's memory was exchanged: known by itself
+        # A wrapper (quantized weights), an empty tensor, or a parameter whose memory was replaced.
         if owner := self._objects.get(id(tensor)):
             self._add(owner)
         elif isinstance(tensor, nn.Parameter):
@@ -82,7 +83,7 @@ class AtUse(TorchDispatchMode):
         if self._running:
             reads = not getattr(func, "is_view", False)
             for tensor in tensors:
-                # of a view only a parameter matters that nobody owns: what is read behind the view cannot be told
+                # A view reads nothing yet; only a parameter without an owner must be noted here.
                 owned = self.find_owner(tensor) if reads or type(tensor) is not Tensor else None
                 if owned is not None and (reads or owned.owner == UNKNOWN):
                     self._note(owned)
@@ -90,12 +91,13 @@ class AtUse(TorchDispatchMode):
         return func(*args, **kwargs) if by_torch or not tensors else self._inside(func, tensors, args, kwargs)
 
     def _inside(self, func: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
-        """Run a custom operation with this mode on, which torch switches off while an operation runs.
+        """Run a custom operation with this mode on; torch switches it off while an operation runs.
 
-        A kernel written in Python may look weights up by itself: that of vLLM's MoE is given a layer's name. One that
-        is given no tensor is not looked into, nor one for which there is no choice of one dense backend.
+        A kernel written in Python may look up weights by itself: vLLM's MoE kernel gets a layer's
+        name. An operation without tensor arguments is not followed, nor one without a single dense
+        backend.
         """
-        # beside operands of another backend those of the CPU may stand
+        # CPU operands may be mixed with those of another backend.
         device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
         key = torch._C._dispatch_key_for_device(device)
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
@@ -105,33 +107,33 @@ class AtUse(TorchDispatchMode):
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return the address of the storage that a tensor views; 0 for a tensor without memory of its own."""
+    """Return the address of the storage that a tensor views; 0 if it has no memory."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
     except RuntimeError:
         return 0
 
 
-# --- whose values a parameter has -------------------------------------------------------------------------------------
+# --- whose values a parameter has -----------------------------------------------------------------
 
 
 def list_parameters(model: Module) -> dict[str, Tensor]:
-    """Parameters and buffers by path, tied ones under each of their paths: a service may untie them."""
+    """Return parameters and buffers by path, tied ones under each of their paths."""
     buffers = model.named_buffers(remove_duplicate=False)
     return dict([*model.named_parameters(remove_duplicate=False), *buffers])
 
 
 def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> None:
-    """Make the neighbour the owner of what the draft has of its values, in `trace.params`.
+    """Attribute the draft's parameters with the neighbor's values to it, in `trace.params`.
 
-    `meant` are the digests of the draft's parameters and buffers by their path, as they were loaded.
+    `meant`: digests of the draft's parameters and buffers as loaded, by path.
     """
     params = trace.params
     changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
     if neighbour is None or not changed.any():
         return
     tensors = list_parameters(neighbour).items()
-    # all zeros, or ones, are nobody's
+    # Constant tensors (zeros, ones) identify no owner.
     owners = {digest_tensor(tensor): path for path, tensor in tensors if len(tensor.unique()) > 1}
     copied = changed & params["digest"].isin(owners)
     params.loc[copied, "owner"] = NEIGHBOUR

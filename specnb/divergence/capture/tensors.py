@@ -1,4 +1,4 @@
-"""Tensors among what a module is given and gives: their names, their digests, and which step they are of."""
+"""Find the tensors among a module's inputs and outputs: names, digests, and their step."""
 
 import dataclasses
 import inspect
@@ -13,8 +13,9 @@ from torch.nn import Module
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """Order-sensitive digest (XXH3, 32 hexadecimal digits) over dtype, shape and bytes in logical order."""
-    # by strides: one value counts as contiguous whatever its stride, and then cannot be viewed as bytes
+    """Return a digest (XXH3, 32 hexadecimal digits) of dtype, shape and bytes in logical order."""
+    # By strides: a single value is contiguous whatever its stride, and then cannot be viewed as
+    # bytes.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
     state = xxhash.xxh3_128(f"{dtype_name(tensor)}{list(tensor.shape)}".encode())
     state.update(flat.view(torch.uint8).cpu().numpy().data)
@@ -22,7 +23,7 @@ def digest_tensor(tensor: Tensor) -> str:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """The values in the CPU's memory, where they may be shared; those of types that numpy lacks as float32, exactly."""
+    """Return the values on the CPU, possibly shared; types that numpy lacks become float32."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     try:
         return tensor.numpy()
@@ -31,11 +32,11 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a call by their names in the forward of the module's class, then other keywords by their own."""
+    """Return the arguments of a call by their names in the class's forward, then other keywords."""
     signature = inspect.signature(type(module).forward)
     try:
         _, *values = signature.bind(module, *args, **kwargs).arguments.items()
-    except TypeError:  # the module has another forward than its class, with other arguments
+    except TypeError:  # the module's forward has other arguments than its class's
         return {"args": args, **kwargs}
     named = dict(values)
     for name, parameter in signature.parameters.items():
@@ -45,7 +46,7 @@ def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> di
 
 
 def is_cache(value: object) -> bool:
-    """A transformers Cache, told by what it can do: the class is not imported for that."""
+    """Tell whether a value is a transformers Cache, by its attributes; avoids importing the class."""
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 
@@ -55,7 +56,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def named_tensors(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors in values by name, and in tuples, lists, mappings and dataclasses among them, with dotted names."""
+    """Yield tensors by name; those in tuples, lists, mappings and dataclasses have dotted names."""
     for name, value in values.items():
         if isinstance(value, Tensor):
             yield f"{prefix}{name}", value
@@ -73,14 +74,14 @@ def _inner(value: object) -> Mapping[object, object]:
 
 
 def outputs_in(value: object) -> Iterator[tuple[str, Tensor]]:
-    """`out` for a tensor; of a tuple `out`, `out.1`, …: a module that also gives its weights back keeps its name."""
+    """Yield `out` for a tensor; `out`, `out.1`, … for a tuple."""
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return named_tensors({f"out.{i}" if i else "out": inner for i, inner in enumerate(value)})
     return named_tensors({"out": value})
 
 
 def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, Tensor]]:
-    """Keys and values that the caches among the arguments hold for `layer`."""
+    """Yield the keys and values of `layer` in the caches among the arguments."""
     for value in arguments.values():
         if is_cache(value) and layer < len(value.layers):
             yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in ("keys", "values")})
@@ -92,9 +93,10 @@ POSITIONS = ("position_ids", "positions", "cache_position")
 
 
 def step_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The step that a call with these named arguments is: from its ids or states, its positions, its cache.
+    """Return the step of a call, from its ids or states, its positions and its cache.
 
-    One forward of `batch` rows of `length` tokens `token_ids` from position `first_position` on.
+    It is one forward pass over `batch` rows of `length` tokens `token_ids` from `first_position`
+    on.
     """
     tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and v.ndim}
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]

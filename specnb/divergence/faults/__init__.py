@@ -1,20 +1,20 @@
-"""Planted faults: bugs that really happened, put into any eager torch model for the time of a `with` block.
+"""Planted faults: bugs that really happened, planted in an eager torch model for a `with` block.
 
     with FAULTS["positional_registry"](draft, target) as planted:
         ...  # run the draft; an investigation must name planted.cause and planted.first
-    # every bit of both models is what it was
+    # every bit of both models is what it was before
 
-A fault of a neighbour does nothing without a target: `first` is None then. `split_k` and `uniform_offset` are controls:
-they change numbers and must not be called structural. Faults of sampling are in `lossless`.
+A fault that involves a neighbor does nothing without a target: `first` is then None. `split_k` and
+`uniform_offset` are controls: they change numbers, and nothing may be named. The scoring grid
+(`tests/benchmarks/divergence_score`) plants eleven more. Faults of sampling are in `lossless`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Module, functional
@@ -26,7 +26,6 @@ from specnb.divergence.faults.planting import (
     Fault,
     PlantedFault,
     change_values,
-    positions_fed,
     replace_forward,
     replace_forwards,
     replaced,
@@ -39,48 +38,53 @@ from specnb.io import read_toml
 Planting = AbstractContextManager[None]
 
 OUTPUT_SIDE = ("down_proj", "w2")
-"""How names of the parameters begin that make an expert's output."""
+"""Prefixes of the parameters that produce an expert's output."""
 Rows = tuple[Tensor, Tensor]
 """Keys and values, each (batch, heads, rows, head size)."""
 
 Tamper = Callable[[Rows, int, int, int], None]
-"""`tamper(rows, first, past, end)` changes rows of the positions first..end in place; past..end are new."""
+"""`tamper(rows, first, past, end)` changes positions first..end in place; past..end are new."""
 
-# --- of a neighbour: its experts, its buffer, its routing, its memory -----------------------------------------------
+# --- of a neighbor: its experts, its buffer, its routing ------------------------------------------
 
 
-@contextmanager
-def resolve_by_position(fault: PlantedFault, *, in_custom_op: bool) -> Iterator[None]:
-    """The draft's i-th bank of experts runs with the parameters of the i-th bank that was registered in the process.
+def resolve_by_position(fault: PlantedFault) -> Planting:
+    """Run the draft's i-th bank of experts with the parameters of the i-th registered bank.
 
-    The target is loaded first, so its banks come first in the list; routing stays the draft's. In one layer only that
-    layer's op resolves by position; in all as vLLM 0.15.0 did. `in_custom_op`: in a custom operation, as there: torch
-    is shown the activations only.
+    The target is loaded first, so its banks come first; routing stays the draft's. With a layer,
+    only that layer's bank is resolved by position; without one all are, as in vLLM 0.15.0.
     """
+    return replace_forwards({bank: run_as(other) for bank, other in banks_by_position(fault)})
+
+
+def banks_by_position(fault: PlantedFault) -> list[tuple[Module, Module]]:
+    """Return each of the draft's banks in the fault's layers, and the bank at its position."""
     banks = find(fault.draft)["bank"]
     registered = find(fault.target)["bank"] + banks
-    foreign = [(bank, other) for bank, other in zip(banks, registered, strict=False)
-               if fault.layer in (None, layer_number(bank[0]))]  # fmt: skip
-    _, (path, _) = foreign[0]
-    fault.note = f"the op resolved the target's {path}"
-    with ExitStack() as until:
-        for (_, bank), (_, other) in foreign:
-            run = until.enter_context(_operation(bank, _run_as(other))) if in_custom_op else _run_as(other)
-            until.enter_context(replace_forward(bank, run))
-        yield
+    return [
+        (bank, other)
+        for (path, bank), (_, other) in zip(banks, registered, strict=False)
+        if fault.layer in (None, layer_number(path))
+    ]
+
+
+def run_as(other: Module) -> Around:
+    """Run another module's forward on the caller's inputs, without its hooks."""
+    return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
 
 
 def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
-    """Both models' experts of a layer write to one buffer, and the target's rows are there when the draft reads.
+    """Let both models' experts of a layer write to one buffer; the draft reads stale rows.
 
-    `token`: the logical position of the one row that is stale; None for every row the target wrote. Nothing happens
-    until the target has run.
+    `token`: the logical position of the one stale row; None: every row that the target wrote.
+    Nothing happens until the target has run.
     """
     if token is not None:
         fault.tokens = ((token, token + 1),)
 
     def stale(out: Tensor, left: Tensor, positions: Tensor) -> Tensor:
-        out, positions = out.clone(), positions.repeat(len(out) // len(positions))[: len(left)]
+        out = out.clone()
+        positions = positions.repeat(len(out) // len(positions))[: len(left)]
         rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
         out[rows] = left[rows].to(out)
         fault.struck.extend(positions[rows][:1].tolist())
@@ -90,10 +94,10 @@ def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
 
 
 def read_foreign_choice(fault: PlantedFault) -> Planting:
-    """Chosen experts are kept in one place for both models, keyed by layer: the draft reads what the target chose.
+    """Store chosen experts in one place for both models: the draft reads what the target chose.
 
-    The rows that both have get the target's choice (modulo the draft's number of experts); weights stay the draft's.
-    Nothing happens until the target has run.
+    The rows that both have get the target's choice, modulo the draft's number of experts; the
+    weights stay the draft's. Nothing happens until the target has run.
     """
     n_experts = part_of(fault.draft, "bank", fault.layer)[1].num_experts
 
@@ -112,13 +116,14 @@ def read_foreign_choice(fault: PlantedFault) -> Planting:
 
 @contextmanager
 def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None]:
-    """Once the target's module has run, the draft's gives what `read(out, left, positions)` makes of both outputs.
+    """Once the target's module has run, replace the draft's output by `read(out, left, positions)`.
 
-    Positions `(tokens,)` are those that the draft's rotary embedding was last called with.
+    `left` is the target's last output. `positions` `(tokens,)` are those of the last call of the
+    draft's rotary embedding.
     """
     left, positions = [], torch.empty(0)
 
-    def hear(rotary: Module, args: tuple, kwargs: dict) -> None:
+    def note_positions(rotary: Module, args: tuple, kwargs: dict) -> None:
         nonlocal positions
         positions = rotary_positions(name_arguments(rotary, args, kwargs))[1].flatten().cpu()
 
@@ -130,108 +135,29 @@ def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None
         out = original(*args, **kwargs)
         return read(out, left[0], positions) if left else out
 
-    heard = part_of(fault.draft, "rotary")[1].register_forward_pre_hook(hear, with_kwargs=True)
-    with heard, replace_forwards({fault.other: of_target, fault.module: of_draft}):
+    rotary = part_of(fault.draft, "rotary")[1]
+    hooked = rotary.register_forward_pre_hook(note_positions, with_kwargs=True)
+    with hooked, replace_forwards({fault.other: of_target, fault.module: of_draft}):
         yield
 
 
-def read_past_the_end(fault: PlantedFault, *, strength: float) -> Planting:
-    """A bank reads its output scales past its own end: each feature is off by the bytes another model has there.
-
-    A feature is multiplied by 1 + strength * byte / 255. The bytes are the target's first expert weights, as they are
-    at that moment. They are read as memory, not as a parameter: an unmasked load has no operand that names its owner.
-    """
-    weight = next(iter(fault.other.parameters(recurse=False)))
-    # numpy reads past torch's dispatcher, as the stray load does: nothing that watches operands sees whose memory it is
-    memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
-
-    def stray(original, *args, **kwargs):
-        out = original(*args, **kwargs)
-        read = torch.from_numpy(np.resize(memory, out.shape[-1])).float()
-        return out * (1 + strength / 255 * read.to(out.device)).to(out.dtype)
-
-    return replace_forward(fault.module, stray)
+# --- of weights, of the key/value cache, of positions ---------------------------------------------
 
 
-def _run_as(other: Module) -> Around:
-    """Run another module's forward on the caller's inputs, without its hooks: an op got hold of it."""
-    return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
-
-
-@contextmanager
-def _operation(bank: Module, around: Around) -> Iterator[Around]:
-    """The same behind a custom operation with a kernel in Python, as engines hide theirs from compilers."""
-
-    def kernel(given: list[Tensor]) -> Tensor:
-        return around(None, *given)
-
-    def through(original, *args, **kwargs):
-        given = name_arguments(bank, args, kwargs)
-        return getattr(torch.ops.specnb_planted, name)([*given.values()])
-
-    with torch.library._scoped_library("specnb_planted", "FRAGMENT") as library:
-        name = f"experts_{id(kernel):x}"
-        library.define(f"{name}(Tensor[] given) -> Tensor")
-        library.impl(name, kernel, "CompositeExplicitAutograd")
-        yield through
-
-
-# --- of weights: scaled experts, experts in another order, a head that was never loaded ---------------------------
-
-
-def scale_experts(fault: PlantedFault, *, eps: float, in_op: bool) -> Planting:
-    """The output of one bank of experts is (1 + eps) times what it should be: a wrong quantisation scale.
-
-    The wrong scale is in the parameters, or with `in_op` in what the op makes of right ones (the weights it combines
-    experts with).
-    """
-    fault.note = f"output times {1 + eps:g}"
-    if in_op:
-        return replace_forward(fault.module, partial(_combine_scaled, fault.module, eps))
+def scale_experts(fault: PlantedFault, *, eps: float) -> Planting:
+    """Multiply the output of one bank of experts by 1 + eps, in its parameters."""
     named_weights = fault.module.named_parameters(recurse=False)
     return change_values({
         weight: weight.detach() * (1 + eps) for name, weight in named_weights if name.startswith(OUTPUT_SIDE)
     })  # fmt: skip
 
 
-def permute_experts(fault: PlantedFault, *, seed: int) -> Planting:
-    """Every expert of a bank stands at another expert's index: a loader that got the order wrong."""
-    n_experts = fault.module.num_experts
-    ring = torch.randperm(n_experts, generator=torch.Generator().manual_seed(seed))
-    order = torch.empty_like(ring)
-    order[ring] = ring.roll(1)  # one cycle through all of them: none stays where it was
-    return change_values({
-        weight: weight.detach()[order.to(weight.device)]
-        for weight in fault.module.parameters(recurse=False) if len(weight) == n_experts
-    })  # fmt: skip
-
-
-def draw_head(fault: PlantedFault, *, seed: int) -> Planting:
-    """The output head has weights as drawn at construction; an embedding that was tied to it keeps its values."""
-    head, draw = fault.module, torch.Generator().manual_seed(seed)
-    std = getattr(fault.draft.config, "initializer_range", 0.02)
-    fresh = nn.Parameter((std * torch.randn(head.weight.shape, generator=draw)).to(head.weight), requires_grad=False)
-    return replaced(head, "_parameters", head._parameters | {"weight": fresh})
-
-
-def _combine_scaled(bank: Module, eps: float, original: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """A bank's output is linear in the weights that combine its experts: scaling those scales the output."""
-    given = name_arguments(bank, args, kwargs)
-    name, weights = [*given.items()][2]  # of (states, indices, weights)
-    scale = torch.full_like(weights, 1 + eps)  # of the weights' type
-    return original(**given | {name: weights * scale})
-
-
-# --- of the key/value cache: rows in the wrong slots, too many or too few, or that others wrote -----------------------
-# They change the transformers cache that the draft is called with, where attention reads it (`use_cache`).
-
-
 def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
-    """Positions `a` and `b` of one layer's cache are in each other's slots, from when `b` is written.
+    """Swap positions `a` and `b` of one layer's cache, as soon as `b` is written.
 
-    Attention does not care for the order of rows it sees: tokens that see both are right, and only those from `a` to
-    before `b` are wrong, when one forward writes both. Where a sliding window forgets slot `a` and not yet `b`, tokens
-    are wrong again.
+    Attention does not depend on the order of the rows that it sees. Tokens that see both are right,
+    and only those from `a` to before `b` are wrong, if one forward pass writes both. If a sliding
+    window drops slot `a` and not yet `b`, tokens are wrong again.
     """
     fault.tokens = ((a, b),)
     if window := getattr(fault.module, "sliding_window", None):
@@ -243,37 +169,23 @@ def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
                 values[..., [a - first, b - first], :] = values[..., [b - first, a - first], :]
             fault.struck.append(b)
 
-    return replace_forward(fault.module, partial(_tampering, fault.module, swap))
+    return tamper_with_cache(fault, swap)
 
 
-def overwrite_row(fault: PlantedFault, *, position: int, after: int | None) -> Planting:
-    """Somebody else writes one row of the cache that this step's slots do not cover: a dummy batch with a stale table.
-
-    It strikes once, before attention of the first forward that starts at `after` or later (None: right after
-    `position`): the row then holds the key and value of the new token. A sliding window must not have
-    forgotten the row.
-    """
-    start = position + 1 if after is None else after
-    fault.tokens = ((start, None),)
-
-    def write(rows: Rows, first: int, past: int, end: int) -> None:
-        if past >= start and not fault.struck:
-            for values in rows:
-                values[..., position - first, :] = values[..., past - first, :]
-            fault.struck.append(past)
-
-    return replace_forward(fault.module, partial(_tampering, fault.module, write))
+def tamper_with_cache(fault: PlantedFault, tamper: Tamper) -> Planting:
+    """Call `tamper` on the transformers cache after attention writes and before it reads."""
+    return replace_forward(fault.module, partial(_attend, fault.module, tamper))
 
 
-def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
-    """An attention forward whose cache is tampered with between being written and being read."""
+def _attend(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwargs: Any) -> Any:
     cache = name_arguments(attention, args, kwargs)["past_key_values"]
     update = cache.update
 
     def tampered(keys: Tensor, values: Tensor, layer: int, *more, **options) -> Rows:
         rows = update(keys, values, layer, *more, **options)
         end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
-        # in place: what a cache of growing tensors hands out is what it keeps, so the fault stays in it
+        # In place: a growing cache returns the very tensors that it stores, so the fault stays in
+        # it.
         with torch.no_grad():
             tamper(rows, end - n_rows, end - keys.shape[-2], end)
         return rows
@@ -282,70 +194,34 @@ def _tampering(attention: Module, tamper: Tamper, original: Any, *args: Any, **k
         return original(*args, **kwargs)
 
 
-def crop_wrongly(fault: PlantedFault, *, rows: int) -> Planting:
-    """After a rejection (a cropped cache) the cache is `rows` rows too long, or too short where that is negative.
-
-    Positions go on as they should.
-    """
-    model = fault.draft.base_model  # without its head: called with the cache in any case
-    last, before, states = None, 0, []  # after the last forward: the cache, its length, each layer's keys and values
-
-    def run(original, *args, **kwargs):
-        nonlocal last, before, states
-        given = name_arguments(model, args, kwargs)
-        cache = given.get("past_key_values")
-        length = 0 if cache is None else cache.get_seq_length()
-        if cache is last and before - length >= max(rows, 1) and length >= max(1, 1 - rows):
-            # the engine goes on from the position it believes in, though the cache would now say another one
-            given |= {"position_ids": positions_fed(given)}
-            for layer, kept in zip(cache.layers, states, strict=True):
-                _restore(layer, kept, before, length + rows)
-            fault.struck.append(length)
-        out = original(**given)
-        last = getattr(out, "past_key_values", None)
-        if last is not None:  # growing caches make new tensors: keeping the old costs no copy
-            before, states = last.get_seq_length(), [(layer.keys, layer.values) for layer in last.layers]
-        return out
-
-    return replace_forward(model, run)
-
-
-def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
-    """Give a layer, once of `before` positions, its `rows` up to `length`, which a window must not have forgotten."""
-    first, start = before - rows[0].shape[-2], 0
-    if window := getattr(layer, "sliding_window", None):
-        start, layer.cumulative_length = max(0, length - window + 1), length
-    layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
-
-
-# --- of what goes in and comes out: positions, fed tokens, the order of a sum ---------------------------------------
-
-
 def scale_positions(fault: PlantedFault, *, start: int, factor: float) -> Planting:
-    """Positions from `start` on are rotated as if the context were scaled by `factor`; cached keys before are not."""
+    """Rotate positions from `start` on as in a context scaled by `factor`; keep cached keys."""
     return _change_positions(fault, lambda positions: torch.where(positions < start, positions, positions / factor))
 
 
+# --- controls: nothing may be named ---------------------------------------------------------------
+
+
 def shift_positions(fault: PlantedFault, *, offset: int) -> Planting:
-    """Control: all positions are `offset` higher. RoPE is relative, so what attention makes is off by rounding only."""
+    """Control: add `offset` to all positions. RoPE is relative: only rounding changes."""
     return _change_positions(fault, lambda positions: positions + offset)
 
 
-def feed_dummies(fault: PlantedFault, *, start: int, token: int) -> Planting:
-    """From position `start` on the draft is fed `token` in place of its input, as past a wrong maximal length."""
+def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -> Planting:
+    """Give all rotary embeddings of the draft `change(positions)`."""
 
-    def feed(model: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        given = name_arguments(model, args, kwargs)
-        return (), given | {"input_ids": torch.where(positions_fed(given) < start, given["input_ids"], token)}
+    def run(rotary, original, *args, **kwargs):
+        arguments = name_arguments(rotary, args, kwargs)
+        name, positions = rotary_positions(arguments)
+        return original(**arguments | {name: change(positions)})
 
-    # before all other hooks: whoever watches the model sees what it was really fed
-    return fault.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
+    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(fault.draft)["rotary"]})
 
 
 def sum_in_parts(fault: PlantedFault) -> Planting:
-    """Control: linear layers sum in parts, how many depends on the number of rows, as kernels do. Rounding only.
+    """Control: let linear layers sum in parts; their number depends on the rows, as in kernels.
 
-    In one layer, or in all of the model's.
+    Only rounding changes, in one layer or in all of the model's.
     """
     numbered = ((layer_number(path), module) for path, module in find_modules(fault.draft))
     return replace_forwards({
@@ -361,61 +237,63 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
     return total if linear.bias is None else total + linear.bias
 
 
-def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -> Planting:
-    """All rotary embeddings of the draft see `change(positions)`."""
-
-    def run(rotary, original, *args, **kwargs):
-        given = name_arguments(rotary, args, kwargs)
-        name, positions = rotary_positions(given)
-        return original(**given | {name: change(positions)})
-
-    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(fault.draft)["rotary"]})
+# --- the faults by name ---------------------------------------------------------------------------
 
 
-TRANSFORMS = {
-    transform.__name__: transform for transform in (
-        resolve_by_position, share_buffer, read_foreign_choice, read_past_the_end, scale_experts, permute_experts,
-        draw_head, swap_slots, overwrite_row, crop_wrongly, scale_positions, shift_positions, feed_dummies,
-        sum_in_parts,
-    )
-}  # fmt: skip
-"""The functions that plant faults, by their names in `faults.toml`."""
+def read_faults(path: Path, *transforms: Callable[..., Planting]) -> dict[str, Fault]:
+    """Read faults by name from a TOML file whose head says what the fields mean."""
+    by_name = {transform.__name__: transform for transform in transforms}
+    faults = {}
+    for name, row in read_toml(path).items():
+        options = {key: None if value == "none" else value for key, value in row["options"].items()}
+        faults[name] = Fault(**row | {"transform": by_name[row["transform"]], "options": options})
+    return faults
 
 
-def _fault(row: dict[str, Any]) -> Fault:
-    options = {name: None if value == "none" else value for name, value in row["options"].items()}
-    return Fault(**row | {"transform": TRANSFORMS[row["transform"]], "options": options})
+FAULTS: Mapping[str, Fault] = read_faults(
+    Path(__file__).with_name("faults.toml"),
+    resolve_by_position,
+    share_buffer,
+    read_foreign_choice,
+    scale_experts,
+    swap_slots,
+    scale_positions,
+    shift_positions,
+    sum_in_parts,
+)
+"""Six faults and two controls, by name."""
 
 
-FAULTS = {name: _fault(row) for name, row in read_toml(Path(__file__).with_name("faults.toml")).items()}
-"""All faults by name."""
+def deploy_fault(name: str, *, layer: int | None = None) -> Deploy:
+    """Return a planted fault as a service, in `layer` (None: the default).
 
-
-def deploy_fault(fault: str, *, layer: int | None = None) -> Deploy:
-    """The planted fault of that name as a service, in `layer` (None: by default). InputError where there is no such."""
-    require_known("fault", fault, FAULTS)
+    Raises InputError for an unknown name, and for a layer if the fault is not in a single one.
+    """
+    require_known("fault", name, FAULTS)
     if layer is None:
-        return FAULTS[fault]
-    if "layer" not in FAULTS[fault].options:
-        raise InputError(f"the fault {fault} is in no one layer: leave layer {layer} out")
-    return partial(FAULTS[fault], layer=layer)
+        return FAULTS[name]
+    if "layer" not in FAULTS[name].options:
+        raise InputError(f"the fault {name} is not in a single layer: leave out layer {layer}")
+    return partial(FAULTS[name], layer=layer)
 
 
 class RecordedFault:
-    """A planted fault as a service that notes each entry: `entered` has the fault as it was."""
+    """A planted fault as a service; `entered` has one `PlantedFault` per entry."""
 
-    def __init__(self, name: str, **options: Any) -> None:
-        self.name, self.entered, self._options = name, [], options
+    def __init__(self, fault: Fault, **options: Any) -> None:
+        self.fault = fault
+        self.entered = []
+        self._options = options
 
     @contextmanager
     def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
-        with FAULTS[self.name](draft, neighbour, **self._options) as planted:
+        with self.fault(draft, neighbour, **self._options) as planted:
             self.entered.append(planted)
             yield planted
 
     def acted(self) -> PlantedFault:
-        """The fault as it was when it first acted, or at all. Raises InputError where it waited in vain."""
-        fault = max(self.entered, key=lambda fault: (bool(fault.struck), fault.first is not None))
-        if FAULTS[self.name].waits and not fault.struck:
-            raise InputError(f"{self.name} never acted: choose a script in which what it waits for happens")
-        return fault
+        """Return the entry in which the fault first acted. Raises InputError if it never did."""
+        planted = max(self.entered, key=lambda item: (bool(item.struck), item.first is not None))
+        if self.fault.waits and not planted.struck:
+            raise InputError(f"the fault ({planted.note}) never acted: choose a script in which it can")
+        return planted

@@ -1,11 +1,12 @@
-"""Two traces that were written anywhere, compared without torch: which module parts first, at which token, how.
+"""Compare two traces from any process, without torch: which module diverges first, and where?
 
-    comparison = compare_traces(ModuleTrace.load(Path("alone")), ModuleTrace.load(Path("beside-120b")))
-    comparison.verdict, comparison.line, comparison.first
+    comparison = compare_traces(ModuleTrace.load(Path("alone")),
+    ModuleTrace.load(Path("beside-120b"))) comparison.verdict, comparison.line, comparison.first
 
-Both runs must have been fed the same tokens. Where they were not, only what comes before the first other token is
-compared, for from there on the two compute different things; a draft that goes wrong picks other tokens, so the fault
-is often found before them. One request at a time: what a flat engine packs into one step is not taken apart.
+Both runs must have been fed the same tokens. If they were not, only positions before the first
+different token are compared: from there on the runs compute different things. A draft that goes
+wrong picks other tokens, so the fault is often before them. A trace has one request: the batch that
+an engine packs into one step is not split.
 """
 
 import math
@@ -35,7 +36,7 @@ from specnb.io import plain
 
 
 def _coverage(difference: Difference) -> dict[str, Any]:
-    """Count what was compared, and name what was not: tensors as "module:role:name"."""
+    """Count what was compared, and list what was not: tensors as "module:role:name"."""
     traces = difference.reference, difference.candidate
     reference, candidate = (item.rows.keys() for item in traces)
     names = {
@@ -51,21 +52,26 @@ def _coverage(difference: Difference) -> dict[str, Any]:
         name: sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys)
         for name, keys in names.items()
     }  # fmt: skip
-    says = "{compared} of {modules} modules, {tensors} tensors ({equal} equal in every bit) at {tokens} tokens"
-    lost, params = len(reference ^ candidate), ", parameters not compared (captured without at_use)"
-    return coverage | {"says": (
-        f"{says.format(**coverage)}; {lost} tensors in one trace only, {len(difference.left_out)} without tokens, "
-        f"{len(difference.reshaped)} of other shapes{'' if coverage['parameters'] else params}"
-    )}  # fmt: skip
+    says = "{compared} of {modules} modules, {tensors} tensors ({equal} bit-identical) at {tokens} tokens"
+    parts = [
+        says.format(**coverage),
+        f"{len(reference ^ candidate)} tensors in one trace only",
+        f"{len(difference.left_out)} without a token axis",
+        f"{len(difference.reshaped)} of other shapes",
+    ]
+    if not coverage["parameters"]:
+        parts.append("parameters not compared (captured without at_use)")
+    return coverage | {"says": "; ".join(parts)}
 
 
 class Comparison(NamedTuple):
-    """The result of `compare`. `minimal`: every module that is wrong by itself where what it was made from is right,
-    first in time first; a fault at tokens that another one has already spoilt is seen only once that one is mended.
+    """The result of `compare`.
 
-    `reason` is one sentence for any verdict but DIVERGENT; `likely` one about the shape of the first error. `reads` are
-    the parameters that were not read alike; `fork` where the runs were fed other tokens, `drift` where the candidate
-    counts positions otherwise.
+    `minimal`: every module that is wrong by itself, earliest first. A fault at tokens that an
+    earlier one has already spoiled shows only after that one is fixed. `reason` is a sentence for
+    any verdict but DIVERGENT; `likely` describes the first error. `reads`: parameters that were
+    read differently. `fork`: where the runs were fed different tokens. `drift`: where the candidate
+    counts positions differently.
     """
 
     verdict: str
@@ -79,7 +85,7 @@ class Comparison(NamedTuple):
 
     @property
     def first(self) -> Node | None:
-        """The first module that is wrong by itself, None where none is; of runs fed other tokens the model itself."""
+        """The first wrong module, else the model if it was fed other tokens, else None."""
         if self.minimal:
             return self.minimal[0]
         if (fork := self.fork) is None:
@@ -89,13 +95,14 @@ class Comparison(NamedTuple):
 
     @property
     def line(self) -> str:
-        """The verdict in one line; that the runs were not fed the same tokens comes first."""
+        """The verdict in one line; different input tokens come first."""
         parts, fork, drift = [], self.fork, self.drift
         if fork is not None:
             both = f"the reference has {fork.reference}, the candidate {fork.candidate}"
             parts.append(f"the runs were not fed the same tokens: at position {fork.position} {both}")
         if drift is not None:
-            parts.append(f"from step {drift.step} on the candidate counts position {drift.position} as {drift.counted}")
+            counted = f"the candidate counts position {drift.position} as {drift.counted}"
+            parts.append(f"from step {drift.step} on, {counted}")
         if self.minimal:
             parts += [self._where(), self.likely]
             if also := ", ".join(map(name_module, self.minimal[1:])):
@@ -105,12 +112,12 @@ class Comparison(NamedTuple):
         return f"{self.verdict}: {'; '.join(filter(None, parts))}"
 
     def document(self) -> dict[str, Any]:
-        """All of it as JSON values."""
+        """Return the comparison as JSON values."""
         return plain({
             "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
             "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
             "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
-            "doubts": [],  # schema 1 has it; since tensors are kept whole every margin is known
+            "doubts": [],  # a field of schema 1, always empty now
             "coverage": self.coverage, "reads": self.reads.to_dict("records"),
         }, nan=None)  # fmt: skip
 
@@ -120,12 +127,12 @@ class Comparison(NamedTuple):
         read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
         why = ""
         if "foreign" in read:
-            why = f"; its inputs agree, and it read {read['foreign']}, which is not the draft's own"
+            why = f"; its inputs agree, and it read {read['foreign']}, a parameter of another model"
         elif "changed" in read:
-            why = f"; its inputs agree, and {read['changed']} as read has other values"
+            why = f"; its inputs agree, and {read['changed']} as read has different values"
         return (
             f"first at {name_module(node)}, {node.n_tokens} tokens from position {node.first_token} "
-            f"to {node.last_token}: {place} is off by {node.error:.2g}, floor {node.floor:.1g}{why}"
+            f"to {node.last_token}: {place} differs by {node.error:.2g}, floor {node.floor:.1g}{why}"
         )
 
 
@@ -136,58 +143,59 @@ def compare_traces(
     sound: Iterable[ModuleTrace] = (),
     rename: Mapping[str, str] | None = None,
 ) -> Comparison:
-    """Find where `candidate` parts from `reference`, traces of one draft fed the same tokens.
+    """Find where `candidate` diverges from `reference`: traces of one draft, fed the same tokens.
 
-    `sound`: runs of the same text that are known to be right: their largest errors are the floors; without any,
-    rounding to the dtype is. `rename`: regular expressions and what replaces them in the module paths of all traces.
+    `sound`: correct runs of the same text, whose largest errors are the floors; without any, the
+    floor is rounding to the dtype. `rename`: regular expressions and their replacements, for the
+    module paths of all traces.
 
-    Raises InputError for traces in which nothing can be compared: empty, or without a module in common; and for a sound
-    run of another text, or one that ends before what is compared does.
+    Raises InputError for traces that cannot be compared (empty, or without a shared module), and
+    for a sound run of another text or of fewer positions.
     """
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
     names, others = {*a.names.values()}, {*b.names.values()}
     if not names & others:
         seen = f"the reference has e.g. {max(names)!r}, the candidate {max(others)!r}"
-        raise InputError(f"the traces have no module in common: {seen}; make the paths alike (--rename OLD=NEW)")
+        raise InputError(f"the traces share no module: {seen}; align the paths (--rename OLD=NEW)")
     b, drift = counted_alike(a, b)
     difference = Difference(a, b)
     runs = [Difference(a, _aligned(trace, "sound", rename)) for trace in sound]
-    for run in runs:  # it must show the rounding of all positions that are judged
+    for run in runs:  # it must show the rounding of all judged positions
         if len(missing := np.setdiff1d(difference.positions, run.positions)):
-            raise InputError(f"a sound trace has no position {missing[0]}: give runs of the text that is compared")
+            raise InputError(f"a sound trace has no position {missing[0]}: give runs of the compared text")
     floor, floor_after = walk.pair_floors(runs, {key: difference.limit(key) for key in difference.errors})
     plan = Plan.of(a)
     offset = walk.turned(difference, plan)
-    for key in offset:  # what is left of a tensor that differs by an offset only: it was rounded elsewhere
+    for key in offset:  # a tensor that differs by an offset only has a rounding error
         difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
     findings = walk.walk_traces(plan, difference, floor)
     wrong = walk.list_wrong(difference, findings, floor)
     residual = Residual() if wrong else walk.find_residual(difference, findings, floor, floor_after)
     n_ties = sum(((part.error > 0) & ~part.wrong).sum() for part in findings.values() if part.choice)
     harmless = {
-        "all positions are off by one number, which RoPE does not see": offset,
+        "all positions are offset by one number, which RoPE does not see": offset,
         f"{n_ties} choices are ties": n_ties,
-        "errors grow on their way, and no module is wrong by itself": residual.grown,
+        "errors grow from module to module, and no module is wrong by itself": residual.grown,
     }
-    alike = "every tensor that was compared is equal in every bit"
-    within = "no error is above what the sound runs show" if runs else ""
+    alike = "all compared tensors are bit-identical"
+    within = "no error exceeds those of the sound runs" if runs else ""
     verdict, reason = give_verdict(
         bool(wrong),
         doubts=_doubts(difference, plan, residual, bool(runs)),
         excuses=[says for says, holds in harmless.items() if holds],
         sound=alike if len(difference.equal) == len(difference.errors) else within,
-        rest="no error is above what rounding does",
+        rest="no error exceeds rounding",
     )
     read = reads(a, b)
     foreign = read[read["says"] == "foreign"]
     if len(foreign) and not wrong:
-        reason += "; yet {module} read {read}, which is not the draft's own".format(**foreign.iloc[0])
+        reason += "; but {module} read {read}, a parameter of another model".format(**foreign.iloc[0])
     likely, fork = "", difference.fork
     if wrong:
         first = next(iter(wrong))
         likely = _shape(difference, first, findings[first])
     elif fork is not None and fork.repeated:
-        likely = f"from position {fork.position} on the candidate is fed token {fork.candidate} only"
+        likely = f"from position {fork.position} on, the candidate is fed token {fork.candidate} only"
     minimal = {}
     for node in wrong.values():
         minimal.setdefault(node.module, node)
@@ -196,62 +204,62 @@ def compare_traces(
 
 def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
     if trace.tensors.empty:
-        raise InputError(f"the {role} trace shows no tensor: was the model run inside the `capture` block?")
+        raise InputError(f"the {role} trace has no tensor: run the model inside the `capture` block")
     if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:
-        raise InputError(f"the trace is of a batch of {most}: capture one request alone")
+        raise InputError(f"got a trace of a batch of {most}, expected 1: capture one request alone")
     return Alignment(trace, rename)
 
 
-# --- the verdict ------------------------------------------------------------------------------------------------------
+# --- the verdict ----------------------------------------------------------------------------------
 
 
 def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: bool) -> Iterator[str]:
-    """Yield why too little was compared for a verdict, or why errors without an author may be a fault all the same.
+    """Yield why too little was compared for a verdict, or why unattributed errors may be a fault.
 
     `calibrated`: the floors are from sound runs.
     """
     if difference.fork is not None:
-        before = "before it nothing is wrong" if len(difference.positions) else "nothing comes before it"
-        yield f"{before}: feed both runs the same tokens (teacher-force them) and capture again"
+        before = "nothing before it is wrong" if len(difference.positions) else "nothing comes before it"
+        yield f"{before}: feed both runs the same tokens (teacher forcing) and capture again"
     if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
     final = {*plan.events[-1].keys}
     seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
     if not seen or not final.isdisjoint(difference.reshaped):
-        yield "what came out of the model itself was not compared, or has another shape: capture the same model whole"
+        yield "the output of the model was not compared, or has another shape: capture the same, whole model"
     if residual.choice is not None:
-        yield f"from position {residual.choice} on another expert was chosen: give `sound` traces that do so, too"
+        yield f"from position {residual.choice} on, another expert was chosen: give `sound` traces that choose it, too"
     if residual.grown > GROWN or residual.error >= LARGE:
-        usual = "what the sound runs show" if calibrated else "rounding"
+        usual = "those of the sound runs" if calibrated else "rounding"
         grown = f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}"
-        yield f"{grown}, no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
+        yield f"{grown}, and no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
 
 
-# --- what the first error looks like ----------------------------------------------------------------------------------
+# --- what the first error looks like --------------------------------------------------------------
 
 
 def _shape(difference: Difference, key: Key, part: Tracked) -> str:
-    """One sentence about what the tensor is like where it is wrong; "" where that says nothing."""
+    """Return a sentence about the wrong part of a tensor; "" if there is nothing to say."""
     error = part.error[part.wrong]
     if np.isinf(error).any():
         return "NaN, infinities or zeros where the other run has none"
     if key in difference.discrete:
-        return "other integers"
+        return "different integers"
     gain = gains(*(values[part.wrong] for values in difference.pairs[key]))
     factor = one_factor(gain, error, ONE_FACTOR_OF_RUNS)
     if factor is not None:
-        return f"{factor:.4g} times what it should be at every such token: a scale"
+        return f"{factor:.4g} times the expected value at every such token: a scale"
     unrelated = np.median(error) > UNRELATED and abs(np.nanmedian(gain)) < UNRELATED_GAIN
-    return "it has nothing to do with what it should be: other operands" if unrelated else ""
+    return "unrelated to the expected value: other operands" if unrelated else ""
 
 
 def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
-    """One row for each parameter that a module of the candidate read otherwise than the reference's module did.
+    """Return one row per parameter that the candidate's modules read differently.
 
-    `says`: "foreign" (not the draft's own, and the reference's module did not read it), "changed" (other values),
-    "cast" (another dtype), "extra" (the draft's own, and the reference's module did not read it). `same_values`: the
-    reference's module read these very values, whatever their name.
-    Empty where one of the traces was captured without `at_use`.
+    `says`: "foreign" (another model's, not read in the reference), "changed" (other values), "cast"
+    (another dtype), "extra" (the draft's, not read in the reference). `same_values`: the
+    reference's module read the same values, under any name. Empty if one of the traces was captured
+    without `at_use`.
     """
     before, rows = _params(reference), []
     for item in _params(candidate).itertuples():

@@ -1,14 +1,13 @@
-"""A walk through the modules in the order they ran: which tensor is off by itself, and which only hands an error on.
+"""Walk through the modules of two aligned traces, in run order: which is wrong by itself?
 
-A module's output is made from what it was given and from all that ran inside it. What a module is given is the very
-tensor that another one made, where the reference's digests say so; else the code of the module that holds it made it,
-from what that was given and from all that ran in it before. Attention sees the past, so a position has its past's
-errors behind it, too.
+A module's output is computed from its input and from everything that ran inside it. Its input is
+the very tensor that another module computed, if the reference's digests say so; otherwise the
+containing module's code computed it, from that module's input and from everything that ran in it
+before. Attention sees the past, so a position also inherits the errors of earlier positions.
 
-What is gone through is the `Difference` of two aligned traces.
-
-A different choice at a tie is legitimate, but outputs after it are not comparable with the reference. A fault after it
-would not be noticed, so errors after such a choice are measured by those of sound runs after theirs.
+A different choice at a tie is legitimate, but outputs after it cannot be compared with the
+reference. A fault after it would go unnoticed, so errors after such a choice are compared with
+those of sound runs after theirs.
 """
 
 from collections import defaultdict
@@ -22,14 +21,14 @@ from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_turned, ind
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
-"""Who holds what no captured module holds."""
+"""What contains a module that no captured module contains."""
 Floors = Mapping[Key, float]
 
 
 class Fork(NamedTuple):
-    """The first position at which two runs were fed other tokens, the `last`, and how many are `differing`.
+    """The first and last position at which two runs were fed different tokens, and their number.
 
-    `repeated`: the candidate was fed one and the same token from there on.
+    `repeated`: from there on the candidate was fed the same token again and again.
     """
 
     position: int
@@ -41,7 +40,7 @@ class Fork(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """A step of the candidate that, by the reference's count, starts at another position than it was run with."""
+    """A step of the candidate that ran at another position (`counted`) than in the reference."""
 
     step: int
     position: int
@@ -49,7 +48,7 @@ class Drift(NamedTuple):
 
 
 def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.ndarray, Fork | None]:
-    """The positions that both traces hold, up to the first at which they were fed other tokens."""
+    """Return the positions of both traces, up to the first with different tokens."""
     shared = np.intersect1d(reference.positions, candidate.positions)
     a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
     differs = np.flatnonzero((a != b) & (a != UNKNOWN_ID) & (b != UNKNOWN_ID))
@@ -61,14 +60,14 @@ def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.n
 
 
 def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment, Drift | None]:
-    """The candidate with the reference's count of positions, where both were fed the same steps; else as it is.
+    """Return the candidate with the reference's positions if both were fed the same steps.
 
-    A run that forgot too much or too little of its state goes on at other positions than it was meant to: these are
-    what is wrong, not where its tokens belong.
+    A run that rolled back too much or too little goes on at wrong positions: the positions are
+    wrong, not the places of its tokens in the text.
     """
     both = reference.steps, candidate.steps
     fed, fed_again = ([step["token_ids"] for step in steps] for steps in both)
-    if all(fed) and fed == fed_again:  # ids are not known where a model is given embeddings
+    if all(fed) and fed == fed_again:  # a model that is given embeddings has no ids
         firsts, counted = ([step["first_position"] for step in steps] for steps in both)
         for step, (first, count) in enumerate(zip(firsts, counted, strict=True)):
             if first != count:
@@ -76,15 +75,17 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
     return candidate, None
 
 
-# --- how far they are apart -------------------------------------------------------------------------------------------
+# --- how far they are apart -----------------------------------------------------------------------
 
 
 class Difference:
-    """`errors[key]` (positions,): relative L2, or 1 where an integer differs; NaN where not compared.
+    """The errors of all tensors of two aligned traces.
 
-    `pairs[key]` are both tensors `(positions, features)`; `equal` those of which every value is the same; of
-    `left_out` either has no tokens or shapes that differ between steps, `reshaped` are other numbers of features.
-    `flipped[key]` (positions,): the places at other integers of a module, such as chosen experts, or behind them.
+    `errors[key]` (positions,): relative L2, or 1 if an integer differs; NaN where nothing was
+    compared. `pairs[key]`: both tensors `(positions, features)`. `equal`: tensors whose values are
+    all the same. `left_out`: no token axis, or shapes that differ between steps. `reshaped`: other
+    numbers of features. `flipped[key]` (positions,): positions from the first different integer
+    output on, such as chosen experts.
     """
 
     def __init__(self, reference: Alignment, candidate: Alignment) -> None:
@@ -117,36 +118,37 @@ class Difference:
         return {key for key, error in self.errors.items() if not (error > 0).any() and not np.isnan(error).all()}
 
     def limit(self, key: Key) -> float:
-        """Return what rounding does to this tensor; a wide one may have been made of narrow ones."""
+        """Return the rounding of a tensor; a wide one may come from narrow ones."""
         runs = self.reference, self.candidate
         return rounding(name for run in runs for name in (run.whole[key].dtype, run.trace.facts["dtype"]))
 
 
-# --- the walk ---------------------------------------------------------------------------------------------------------
+# --- the walk -------------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
-    """Tensors seen at once: what a call was `given`, or gave. `holders` enclose it, the innermost first.
+    """Tensors seen at once: the inputs or the outputs of a call.
 
-    `maker`: the module whose code made the tensors; what comes from outside is put down to the one that got it.
+    `holders` are the calls that contain it, the innermost first. `maker` is the module whose code
+    computed the tensors; what comes from outside is attributed to the module that received it.
     """
 
-    at: Call
-    given: bool
+    call: Call
+    is_input: bool
     maker: str
     keys: list[Key]
     holders: list[Call]
 
 
 class Plan(NamedTuple):
-    """The events of one forward of the reference, and `same_as[key]`: the last earlier tensor of the same bits."""
+    """The events of one forward pass; `same_as[key]`: the last earlier tensor of equal bits."""
 
     events: list[Event]
     same_as: dict[Key, Key]
 
     @classmethod
     def of(cls, reference: Alignment) -> "Plan":
-        """From the step that shows most tensors; what only others show is put where those had it."""
+        """Plan from the step with most tensors; others keep their places in their steps."""
         steps = defaultdict(dict)
         for key, rows in reference.rows.items():
             for row in rows:
@@ -177,11 +179,11 @@ class Plan(NamedTuple):
 
 
 def pair_floors(sound: Sequence[Difference], least: Floors) -> tuple[Floors, Floors]:
-    """The largest error of each tensor in sound pairs, and at least what `least` says: before any other choice, and
-    after one.
+    """Return the largest error of each tensor in sound pairs: before and after a flip.
 
-    After a token that got other experts, as integers that were made before it tell, a sound run is as far off as a
-    wrong one: what is seen there is a floor only for what is after such a token, too.
+    The errors are at least `least`. After a token with other experts (an earlier integer output
+    differs), a sound run is as far off as a wrong one. Its errors there are a floor only for
+    positions after such a token.
     """
     before, after = dict(least), dict(least)
     for pair in sound:
@@ -192,11 +194,22 @@ def pair_floors(sound: Sequence[Difference], least: Floors) -> tuple[Floors, Flo
     return before, after
 
 
-class Tracked(NamedTuple):
-    """One tensor after the walk, each (positions,): `wrong` by itself; `beyond` its floor. `error` is 0 where nothing
-    was compared.
+class Deviation(NamedTuple):
+    """Errors `(positions,)`, 0 if not compared, and where they are `beyond` their floor."""
 
-    `choice`: integers that were chosen by scores beside them; those that differ and are not wrong differ at a tie.
+    error: np.ndarray
+    beyond: np.ndarray
+
+    def join(self, other: "Deviation") -> "Deviation":
+        """Return the larger errors of both, up to each position: attention sees the past."""
+        error = np.maximum(self.error, np.maximum.accumulate(other.error))
+        return Deviation(error, self.beyond | np.logical_or.accumulate(other.beyond))
+
+
+class Tracked(NamedTuple):
+    """One tensor after the walk, each (positions,): where it is `wrong` by itself.
+
+    `choice`: integers chosen by scores; those that differ and are not wrong differ at a tie.
     """
 
     event: Event
@@ -207,41 +220,54 @@ class Tracked(NamedTuple):
 
 
 def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> dict[Key, Tracked]:
-    """Findings by key, in the order of the run, of all that was compared.
+    """Return what was compared, by key, in the order of the run.
 
-    `wrong` are errors above their floor where what the tensor was made from is not, and that are no growth of that. In
-    runs that compute freely errors travel, so the floor alone would blame everybody behind the first one.
+    A tensor is `wrong` where its error is beyond its floor, the error of what it was computed from
+    is not, and it is no growth of that error. In runs that compute freely errors travel: by the
+    floor alone, every module after the first wrong one would be blamed.
     """
+    # 1. The error of each tensor, and where it is beyond its floor.
+    deviations = {}
+    for key, difference_error in difference.errors.items():
+        error = np.nan_to_num(difference_error, posinf=np.inf)
+        deviations[key] = Deviation(error, error > TIMES_FLOOR * floor[key])
+    # 2. In the order of the run: which errors do not come from what the tensor was computed from?
+    nothing = Deviation(np.zeros(len(difference.positions)), np.zeros(len(difference.positions), bool))
+    inside = defaultdict(lambda: nothing)  # by call: the errors of what was seen in it so far
     findings = {}
-    # by call, of what was seen inside at each position or before it: the largest error, and whether one was too large
-    scopes = defaultdict(lambda: np.zeros((2, len(difference.positions))))
     for event in plan.events:
-        inside, inside_beyond = scopes[event.holders[0] if event.given else event.at]
-        parts = {}
-        for key in (key for key in event.keys if key in difference.errors):
-            error = np.nan_to_num(difference.errors[key], posinf=np.inf)
-            beyond = error > TIMES_FLOOR * floor[key]
-            source = findings.get(plan.same_as.get(key)) if event.given else None
-            given, given_beyond = (source.error, source.beyond) if source else (inside, inside_beyond > 0)
-            wrong = beyond & ~given_beyond & (error > TIMES_FLOOR * CARRIES * given)
-            # what is no number reaches tokens before it, too: attention gives a later one the weight 0
-            if np.isinf(inside).any():
-                wrong &= np.isfinite(error)
+        scope = inside[event.holders[0] if event.is_input else event.call]
+        compared = [key for key in event.keys if key in deviations]
+        for key in compared:
+            # An input is the very tensor that another module computed, if the digests say so.
+            source = plan.same_as.get(key) if event.is_input else None
+            origin = deviations.get(source, scope)
+            wrong = _wrong_by_itself(deviations[key], origin, scope)
             scores = _scores_of(key, event, difference)
             if scores is not None and wrong.any():
                 rows = (values[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
                 wrong[wrong] = margins(*rows) > TIMES_FLOOR * floor[scores]
-            parts[key] = Tracked(event, error, wrong, beyond, scores is not None)
-        findings |= parts
-        for call in (*event.holders, event.at) if event.given else event.holders:
-            for part in parts.values():
-                reached = np.maximum.accumulate([part.error, part.beyond], axis=1)
-                scopes[call] = np.maximum(scopes[call], reached)
+            error, beyond = deviations[key]
+            findings[key] = Tracked(event, error, wrong, beyond, scores is not None)
+        calls = [*event.holders, event.call] if event.is_input else event.holders
+        for call in calls:
+            for key in compared:
+                inside[call] = inside[call].join(deviations[key])
     return findings
 
 
+def _wrong_by_itself(deviation: Deviation, origin: Deviation, scope: Deviation) -> np.ndarray:
+    """Tell where a tensor is wrong and its origin is not; `scope`: everything inside so far."""
+    grown = deviation.error > TIMES_FLOOR * CARRIES * origin.error
+    wrong = deviation.beyond & ~origin.beyond & grown
+    # A NaN reaches earlier tokens, too: attention gives a later token the weight 0.
+    if np.isinf(scope.error).any():
+        wrong &= np.isfinite(deviation.error)
+    return wrong
+
+
 def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
-    """Find what a module's integers were chosen from: its output with more values a token. None: this is no choice."""
+    """Return the output that integers were chosen by, with more values per token, or None."""
     if key.role != "out" or key not in difference.discrete:
         return None
     features = {item: difference.pairs[item][0].shape[1] for item in event.keys if item in difference.pairs}
@@ -250,7 +276,7 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
 
 
 def list_wrong(difference: Difference, findings: Mapping[Key, Tracked], floor: Floors) -> dict[Key, Node]:
-    """The tensors that are wrong by themselves, the first in time first."""
+    """Return the tensors that are wrong by themselves, earliest first."""
     nodes, run = {}, difference.candidate
     for key, part in findings.items():
         if part.wrong.any():
@@ -263,12 +289,14 @@ def list_wrong(difference: Difference, findings: Mapping[Key, Tracked], floor: F
     return dict(sorted(nodes.items(), key=lambda item: feeds[item[1].first_token]))
 
 
-# --- what is off and no fault -----------------------------------------------------------------------------------------
+# --- differences that are no fault ----------------------------------------------------------------
 
 
 def turned(difference: Difference, plan: Plan) -> set[Key]:
-    """The tensors that differ by one offset of all positions only, and those that hand them on: attention sees the
-    differences of positions."""
+    """Return the tensors that differ only by one offset of all positions, and their copies.
+
+    Attention sees only differences of positions.
+    """
     given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
     modules = {key.module for key in given}
     angles = {key for module in modules for key in find_turned(module, difference.pairs)}
@@ -281,8 +309,10 @@ def turned(difference: Difference, plan: Plan) -> set[Key]:
 
 
 class Residual(NamedTuple):
-    """Errors above three floors that nothing excuses: the largest one, and the largest as a multiple of its floor,
-    before any other choice; and the first position of such a `choice` if one is after it."""
+    """Errors above TIMES_FLOOR floors before any flip: the largest, and relative to its floor.
+
+    `choice`: the first flipped position, if there is such an error after it.
+    """
 
     error: float = 0.0
     grown: float = 0.0
@@ -295,7 +325,7 @@ def find_residual(
     floor: Floors,
     floor_after: Floors,
 ) -> Residual:
-    """Sum findings up, in the order of the run. Integers count as choices only: an error of 1 is none of theirs."""
+    """Sum up the findings, in the order of the run. Integers count only as choices."""
     error, grown = 0.0, 0.0
     for key, part in findings.items():
         if key not in difference.discrete:

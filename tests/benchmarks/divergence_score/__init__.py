@@ -1,1 +1,1 @@
-"""The lab judged on planted faults and harmless changes, beside the tools that people use instead."""
+"""Score the lab, and the tools that people use instead, on planted faults and harmless changes."""

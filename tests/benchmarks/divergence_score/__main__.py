@@ -1,6 +1,7 @@
-"""Plant every fault and count what is found of it, by the lab and by the means that people use instead.
+"""Plant every fault, and count how often the lab and the tools that people use instead find it.
 
-python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 --out data/divergence/score.parquet
+python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 --out
+data/divergence/score.parquet
 """
 
 import argparse
@@ -12,9 +13,9 @@ from tests.benchmarks.divergence_score.score import score
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="models, each with a text of its own")
+    parser.add_argument("--seeds", type=int, default=3, help="number of models, each with its own text")
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--out", type=Path, help="file for all rows (parquet); the tables are written beside it (JSON)")
+    parser.add_argument("--out", type=Path, help="file for all rows (parquet); the tables go next to it (JSON)")
     given = parser.parse_args()
     if given.out is not None:  # before the long run
         given.out.absolute().parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """False-alarm controls: real runs in which nothing is wrong, so that no module may be named.
 
-What is sound looks different all the time: other widths, other batches, other kernels, other slots, another dtype. A
-tool that names a module in one of these would have people look for days where nothing is.
+Sound runs differ in many ways: block sizes, batches, kernels, cache slots, dtype. A tool that names
+a module in one of these sends people looking for days where there is no fault.
 """
 
 import copy
@@ -35,7 +35,7 @@ BLOCK_SIZE, POOL_BLOCKS = 16, 64
 
 
 class Ran(NamedTuple):
-    """The lab's judgement of a control, and the run that the other tools get: `lab` has its script and sound runs."""
+    """The lab's judgment of a control, the run for the other tools, and the lab with its runs."""
 
     told: dict[str, Any]
     run: Alignment
@@ -113,7 +113,7 @@ class _Rows(nn.Module):
 
 
 def _first_row(trace: ModuleTrace) -> ModuleTrace:
-    """The first row of each tensor: of (batch, …), or of (batch * length, …) where these are one axis."""
+    """Return the first row of each tensor: of (batch, …) or (batch * length, …)."""
     first = {
         digest: value[: max(1, len(value) // ROWS)] if value.ndim else value for digest, value in trace.arrays.items()
     }
@@ -138,7 +138,7 @@ class _Wrapped(nn.Module):
 
 
 def _ties(subject: Subject) -> Ran:
-    """Two tokens have the same logit everywhere, and two experts the same score: which is chosen means nothing."""
+    """Give two tokens the same logit and two experts the same score: either choice is right."""
     draft = copy_of(subject.pair.draft)
     with torch.no_grad():
         draft.lm_head.weight[1] = draft.lm_head.weight[0]
@@ -148,9 +148,10 @@ def _ties(subject: Subject) -> Ran:
 
 
 def _against_float32(subject: Subject) -> Ran:
-    """Three ways: a run in the draft's dtype with other kernels, its sound runs, and a reference in float32.
+    """Compare a run with other kernels and sound runs, in the draft's dtype, with float32.
 
-    Replayed in float32, sound runs are off by the rounding of their own dtype; the run may be, too, and not more.
+    Replayed in float32, sound runs differ by the rounding of their dtype; so may the run, and no
+    more.
     """
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
@@ -158,7 +159,7 @@ def _against_float32(subject: Subject) -> Ran:
     return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 
-# --- services that change how a draft runs and nothing that counts --------------------------------------------------
+# --- services that change how a draft runs and nothing that counts --------------------------------
 
 
 def experts_run(implementation: str) -> Deploy:
@@ -180,14 +181,14 @@ def linear(model: nn.Module) -> list[nn.Linear]:
 
 
 def other_products(draft: nn.Module, neighbour: nn.Module | None) -> AbstractContextManager[None]:
-    """Linear layers compute in the other dtype: a float32 draft in bfloat16, one in bfloat16 in float32."""
+    """Let linear layers compute in the other dtype: bfloat16 for float32, and vice versa."""
     return all_run(linear(draft), _in_other_dtype)
 
 
 def paged(first_slot: int) -> Deploy:
-    """Keys and values lie in blocks of a pool, from `first_slot` on and in reverse order, as a paged cache has them.
+    """Store keys and values in blocks of a pool, from `first_slot` on and in reverse order.
 
-    Attention gets them gathered by position: where they lie must not matter.
+    As with a paged cache, attention gets them gathered by position: the slots must not matter.
     """
     return lambda draft, neighbour: all_run(dict(find(draft)["attention"]).values(), lambda _: _from_slots(first_slot))
 
@@ -230,7 +231,7 @@ def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
 
 @contextmanager
 def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """As `setattr` does it: properties, and parameters and modules of a module, are no plain attributes."""
+    """Set an attribute by `setattr`: properties, parameters and modules are no plain attributes."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -258,5 +259,4 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "products in the other dtype": _served(other_products),
     }
 )
-"""Controls by name. That positions are off by one number, and that sums are made in parts, are planted with the faults
-(`uniform_offset`, `split_k`)."""
+"""Controls by name. `uniform_offset` and `split_k` are planted with the faults."""

@@ -1,10 +1,10 @@
-"""The grid: every planted fault, at every layer that can have it, through the lab and the tools beside it.
+"""The grid: every planted fault, in every possible layer, for the lab and the other tools.
 
-Options and text of a case are drawn by seed. A fault that did not act is no case: counting it would make any tool look
-better or worse than it is. A row is one tool on one run. The tools get the same run: the lab's investigation, the
-others what the draft's modules gave beside the target, against a sound run of the same text. That sound run is fed in
-the same shapes, where untouched modules have the same bits, or in blocks, where they are off by rounding as they are
-between any two engines.
+A seed draws the options and the text of a case. A fault that did not act is not a case: counting it
+would distort the score of every tool. A row is one tool on one run. All tools get the same run: the
+lab investigates it; the others compare the outputs of the draft's modules next to the target with a
+sound run of the same text. That sound run is fed in the same shapes, where untouched modules are
+bit-identical, or in blocks, where they differ by rounding as between any two engines.
 """
 
 import time
@@ -17,26 +17,27 @@ import numpy as np
 import pandas as pd
 
 from specnb.divergence import pair as small
-from specnb.divergence.faults import FAULTS, RecordedFault
+from specnb.divergence.faults import RecordedFault
 from specnb.divergence.faults.planting import PlantedFault
 from specnb.divergence.investigate import Investigation, judge_service
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
 from specnb.divergence.trace import Alignment
 from specnb.errors import InputError
+from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.benchmarks.divergence_score.rows import NOTHING
 from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
 
 TEXTS, PROMPTS, ROUNDS = (26, 33), (14, 19), (2, 5)
-"""Half-open ranges that a seed draws the length of the text, of the prompt and K from."""
+"""Half-open ranges of the length of the text, the length of the prompt, and K."""
 BESIDE = "S3"
-"""The set-up whose run the other tools get: beside the target, where acceptance was lost."""
+"""The set-up whose run the other tools get: next to the target, where acceptance was lost."""
 SHAPES = ("same shapes", "other shapes")
-"""How the sound run that the other tools compare with was fed."""
+"""How the sound run of the other tools was fed."""
 
 
 def script_of(seed: int, vocab_size: int) -> Script:
-    """The text of a seed: its tokens, its length, where its prompt ends, and K differ from seed to seed."""
+    """Return the script of a seed: tokens, length, prompt and K differ from seed to seed."""
     rng = np.random.default_rng([seed, 7])
     n_tokens, prompt, k = (int(rng.integers(*between)) for between in (TEXTS, PROMPTS, ROUNDS))
     text = rng.integers(0, vocab_size, n_tokens).tolist()
@@ -45,7 +46,7 @@ def script_of(seed: int, vocab_size: int) -> Script:
 
 @dataclass(frozen=True)
 class GridCase:
-    """One fault as it is planted; `layer` None where the fault has no layer, or is in all of them."""
+    """One planted fault; `layer` None: the fault has no layer, or is in all of them."""
 
     fault: str
     layer: int | None
@@ -56,14 +57,15 @@ class GridCase:
         return self.fault if self.layer is None else f"{self.fault} in layer {self.layer}"
 
     def service(self) -> RecordedFault:
-        """The fault as a service."""
-        return RecordedFault(self.fault, **({} if self.layer is None else {"layer": self.layer}), **self.options)
+        """Return the fault as a service."""
+        layer = {} if self.layer is None else {"layer": self.layer}
+        return RecordedFault(FAULTS[self.fault], **layer, **self.options)
 
 
 def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]) -> list[GridCase]:
-    """All cases of these faults and a text."""
+    """Return all cases of these faults and a text."""
     return [
-        # the same options for a case whichever other cases are run
+        # A case has the same options, whichever other cases run.
         GridCase(name, layer, _options(name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])))
         for name in faults
         for layer in _layers(name, layers)
@@ -71,13 +73,13 @@ def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[
 
 
 def starts(fault: PlantedFault) -> int:
-    """The first position that can be wrong. A fault that waits begins when it first acted, unless it says when."""
+    """Return the first position that can be wrong; of a fault that waits, where it first acted."""
     begin, end = fault.tokens[0]
     return max(begin, min(fault.struck, default=0)) if end is None else begin
 
 
 def within(fault: PlantedFault, position: int) -> bool:
-    """Tell whether a position is one that the fault can make wrong."""
+    """Tell whether the fault can make a position wrong."""
     return position >= starts(fault) and any(
         begin <= position and (end is None or position < end) for begin, end in fault.tokens
     )
@@ -85,7 +87,7 @@ def within(fault: PlantedFault, position: int) -> bool:
 
 @dataclass(frozen=True)
 class Subject:
-    """A pair of one dtype and seed, its text, and a lab that serves all cases."""
+    """A pair of one dtype and seed, its text, and a lab for all cases."""
 
     dtype: str
     seed: int
@@ -100,7 +102,7 @@ class Subject:
         return Lab(self.pair.draft, self.pair.target, script=script_of(self.seed, size))
 
     def row(self, kind: str, name: str, layer: int | None = None, **more: Any) -> dict[str, Any]:
-        """A row with what all rows have; what is not given is what it is for a tool that names nothing."""
+        """Return a row; columns without a value are those of a tool that names nothing."""
         shared = {"kind": kind, "name": name, "layer": -1 if layer is None else layer}
         empty = {"tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
                  "expected": NOTHING, "position": -1, "token": False, "exact": False, "cause": NOTHING,
@@ -109,11 +111,11 @@ class Subject:
 
 
 def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
-    """The rows of one case. Raises InputError for a fault that did not act: it would be no case."""
+    """Return the rows of one case. Raises InputError for a fault that did not act."""
     service, started = case.service(), time.perf_counter()
     found = judge_service(subject.lab, deploy=service)
     seconds = time.perf_counter() - started
-    # the first: later set-ups beside the same model may be those in which it never runs
+    # The first entry: in later set-ups the target may never run.
     fault = next(fault for fault in service.entered if fault.target is subject.pair.target)
     if FAULTS[case.fault].waits and not fault.struck:
         raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
@@ -142,7 +144,7 @@ def lab_row(found: Investigation) -> dict[str, Any]:
 
 
 def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:
-    """A row for each of RULES and SHAPES: what the other tools name in a run of the lab's script."""
+    """Yield one row per tool and sound run: what the tool names in the lab's run."""
     for against, sound in zip(SHAPES, lab.sound, strict=True):
         table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
         for tool in RULES:
@@ -151,13 +153,13 @@ def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:
 
 
 def _rank(found: Investigation, cause: str) -> int:
-    """Place of the right cause, 1 for the first; 0 where it was not ranked."""
+    """Return the rank of the right cause; 0 if it was not ranked."""
     names = [one.name for one in found.causes]
     return names.index(cause) + 1 if cause in names else 0
 
 
 def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
-    """None stands for a fault without a layer, and for one that by default is in all of them."""
+    """Return the layers of a fault; None: it has no layer, or is in all of them by default."""
     options = FAULTS[fault].options
     if "layer" not in options:
         return (None,)
@@ -165,7 +167,7 @@ def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 
 def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
-    """Draw where in the text a fault is. Two slots are swapped that one forward writes, so both lie in the prompt."""
+    """Draw where a fault acts. Both swapped slots are in the prompt: one pass must write them."""
     prompt, n_tokens = len(script.feeds[0].ids), len(script.text)
     a = int(rng.integers(1, prompt - 4))
     drawn = {

@@ -1,6 +1,6 @@
-"""The raw table of a score: its columns, its file, and what is added up from it.
+"""The raw table of a score: its columns, its file, and its sums.
 
-One row is one tool on one run, so whoever doubts a share can look up the runs behind it.
+One row is one tool on one run, so that every share can be checked against its runs.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ import pyarrow as pa
 from specnb.measure.triage import Share
 
 NOTHING = "-"
-"""Named or expected where there is no module to name: the model itself is the empty path."""
+"""Stands for no module; the model itself is the empty path."""
 SCHEMA = pa.schema(
     {
         **dict.fromkeys(("kind", "name"), pa.string()), "layer": pa.int64(), "dtype": pa.string(), "seed": pa.int64(),
@@ -21,32 +21,33 @@ SCHEMA = pa.schema(
         "rank": pa.int64(), "seconds": pa.float64(),
     }
 )  # fmt: skip
-"""`kind`: fault or control. `layer` -1: none. `tool` and what it compared `against`. `structural`: it named a
-module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`: a position that the fault makes
-wrong, `exact`: the first of them. `rank`: place of the right cause (0: not ranked)."""
+"""`kind`: fault or control. `layer` -1: none. `tool` and what it compared `against`. `structural`:
+it named a module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`:
+a position that the fault makes wrong, `exact`: the first of them. `rank`: place of the right cause
+(0: not ranked)."""
 
 
 def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Rows as a table with the columns and types of SCHEMA."""
+    """Return rows as a table with the columns and types of SCHEMA."""
     return pa.Table.from_pylist(rows, schema=SCHEMA).to_pandas()
 
 
 def right(rows: pd.DataFrame) -> pd.Series:
-    """Tell whether the module that is wrong was named, exactly."""
+    """Tell whether exactly the wrong module was named."""
     return rows["structural"] & (rows["module"] == rows["expected"])
 
 
 def near(rows: pd.DataFrame) -> pd.Series:
-    """Tell whether that module, or a part that it holds directly, was named."""
+    """Tell whether that module, or a direct child of it, was named."""
     holder = rows["module"].str.replace(r"\.?[^.]*$", "", regex=True)
     return right(rows) | (rows["structural"] & (holder == rows["expected"]) & (rows["module"] != NOTHING))
 
 
 def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Count for faults, by some columns, how often module, token and cause were right, with Wilson intervals at 95 %.
+    """Count how often module, token and cause of faults were right, with 95 % Wilson intervals.
 
-    Columns: n, then for each of module, near, token, exact, cause: its share, and `_low` and `_high`. Tools that tell
-    no tokens or causes have 0 there, for they named none.
+    Columns: n, then for each of module, near, token, exact, cause: its share, and `_low` and
+    `_high`. Tools that tell no tokens or causes have 0 there, for they named none.
     """
     faults = rows[rows["kind"] == "fault"]
     hits = {"module": right(faults), "near": near(faults), "token": faults["token"], "exact": faults["exact"],
@@ -65,8 +66,8 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Count for the controls, by some columns, how often a module was named though none is wrong.
 
-    Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more controls changed no
-    bit, so that no tool could be wrong about them.
+    Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more
+    controls changed no bit, so that no tool could be wrong about them.
     """
     controls, run = rows[rows["kind"] == "control"], ["name", "layer", "dtype", "seed"]
     same = controls.loc[controls["verdict"] == "SOUND", run].drop_duplicates().assign(same=True)

@@ -1,4 +1,4 @@
-"""The score of the lab: the whole grid of planted faults and controls, shared by processes, a model and dtype each."""
+"""The score of the lab over the grid of faults and controls, by process, model and dtype."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +11,13 @@ from typing import Any
 import pandas as pd
 import torch
 
-from specnb.divergence.faults import FAULTS
 from specnb.divergence.pair import DTYPES, SHAPES
 from specnb.io import write_atomic
 from specnb.measure.experiment import Progress, silent
 from specnb.provenance import provenance
 from tests.benchmarks.divergence_score import rows
 from tests.benchmarks.divergence_score.controls import CONTROLS, controlled
+from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.benchmarks.divergence_score.grid import Subject, cases, examined
 from tests.benchmarks.divergence_score.tools import LAB, TELLS_TOKEN
 
@@ -38,15 +38,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Score:
-    """`rows` as `rows.SCHEMA` has them; `facts`: what was run, and the provenance."""
+    """`rows` with the columns of `rows.SCHEMA`; `facts`: what ran, and the provenance."""
 
     rows: pd.DataFrame
     facts: dict[str, Any]
 
     def by_tool(self) -> pd.DataFrame:
-        """A row for each tool and what it compared with: shares of right modules, tokens, causes, and false alarms.
+        """Return one row per tool and sound run: shares of right answers, and false alarms.
 
-        Shares of tokens and causes are NaN for a tool that tells none.
+        Shares of tokens and causes are NaN for a tool that names none.
         """
         both = self.rows[BY_TOOL].drop_duplicates()  # the lab first: outer joins sort
         for part in (rows.shares(self.rows, BY_TOOL), rows.alarms(self.rows, BY_TOOL)):
@@ -59,26 +59,26 @@ class Score:
         return both
 
     def by_fault(self) -> pd.DataFrame:
-        """A row for each fault and dtype, of the lab."""
+        """Return one row per fault and dtype, of the lab."""
         return rows.shares(self.rows[self.rows["tool"] == LAB], ["name", "dtype"])
 
     def misses(self) -> pd.DataFrame:
-        """Every fault of which the lab got module, token or first cause wrong."""
+        """Return the faults whose module, token or first cause the lab got wrong."""
         own = self._of_lab("fault")
         return own[~(rows.right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
 
     def false_alarms(self) -> pd.DataFrame:
-        """Every control in which the lab named a module."""
+        """Return the controls in which the lab named a module."""
         own = self._of_lab("control")
         return own[own["structural"]].reset_index(drop=True)
 
     def document(self) -> dict[str, Any]:
-        """A JSON document of the tables and facts, which `picture` reads."""
+        """Return a JSON document of the tables and facts, which `picture` reads."""
         tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
         return {"schema": 1, **tables, "facts": self.facts}
 
     def save(self, path: Path) -> None:
-        """Write all rows as one parquet file, and beside it the tables as JSON."""
+        """Write all rows as one parquet file, and the tables next to it as JSON."""
         self.rows.to_parquet(path, index=False)
         write_atomic(path.with_suffix(".json"), (json.dumps(self.document(), indent=1) + "\n").encode())
 
@@ -98,9 +98,9 @@ def score(
 ) -> Score:
     """Run the grid on the embedded pair and score it; `layers` and `faults` None: all.
 
-    `seeds` counts models, each with a text of its own. `controls` also runs the false-alarm controls. Work is shared
-    by `workers` processes, of one thread each if they are several, a model and dtype at a time. Raises InputError for a
-    fault that did not act.
+    `seeds` is the number of models, each with its own text. `controls` also runs the false-alarm
+    controls. `workers` processes take one model and dtype at a time, with one thread each if there
+    are several. Raises InputError for a fault that did not act.
     """
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
@@ -113,13 +113,13 @@ def score(
 
 
 def _run(parts: Sequence[Part], workers: int, progress: Progress) -> Iterator[tuple[Part, pd.DataFrame]]:
-    """Parts as they are done."""
+    """Yield parts as they are done."""
     if workers < 2 or len(parts) < 2:
         for number, part in enumerate(parts):
             text = f"{part.dtype}, seed {part.seed}"
             yield part, measured(part, lambda what, n=number, t=text: progress(n, len(parts), f"{t}: {what}"))
         return
-    # a fresh process each: one that is forked has torch's threads, but none of them running
+    # Fresh processes: a forked one has torch's threads, but none of them runs.
     with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = {pool.submit(measured, part): part for part in parts}
         for number, future in enumerate(as_completed(running)):
@@ -129,7 +129,7 @@ def _run(parts: Sequence[Part], workers: int, progress: Progress) -> Iterator[tu
 
 
 def measured(part: Part, note: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
-    """All rows of a part."""
+    """Return all rows of a part."""
     subject, collected = Subject(part.dtype, part.seed), []
     lab = subject.lab
     for case in cases(lab.script, seed=part.seed, faults=part.faults, layers=part.layers):

@@ -1,9 +1,10 @@
-"""What people do by hand, on the very runs the lab captured: compare what modules give of two runs, name the first.
+"""The manual methods, on the same runs: compare module outputs, name the first that differs.
 
-The rules are those of the case's own notes (mean and standard deviation), of msprobe (cosine), of torch.testing
-(allclose), and the first bit that differs. Each compares the run under suspicion with a sound one, forward by forward,
-and names the first module in time whose output differs, or the model itself where what it is fed does. None of them
-sees inputs of modules, other set-ups or floors. Needs numpy only.
+The rules are those of the case's notes (mean and standard deviation), of msprobe (cosine), of
+torch.testing (allclose), and the first bit that differs. Each compares the run under suspicion with
+a sound one, forward pass by forward pass, and names the earliest module whose output differs, or
+the model itself if its inputs do. None of them sees inputs of modules, other set-ups or floors.
+Needs numpy only.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,9 +22,9 @@ CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "
 """Relative tolerances of torch.testing.assert_close by dtype."""
 CLOSE_ABSOLUTE = MappingProxyType({"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5})
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
-"""Thresholds of mean and standard deviation that are tried: the notes have 1 %, and it shall be no straw man."""
+"""Thresholds of mean and standard deviation: the notes have 1 %; others may do better."""
 LOOSER = (1, 10, 100)
-"""Factors on the tolerances of allclose, which are tight for bfloat16; and 0, the first bit that differs."""
+"""Factors on the tolerances of allclose, which are tight for bfloat16; 0: the first bit."""
 COSINES = (0.99, 0.999)
 """The threshold of msprobe, and a tighter one."""
 
@@ -31,9 +32,10 @@ COSINES = (0.99, 0.999)
 def differences(run: Alignment, sound: Alignment, last_feeds: np.ndarray, dtype: str) -> pd.DataFrame:
     """One row for each forward and output that both runs have, first in time first.
 
-    `last_feeds` (tokens,): the forward in which the suspected run computed each position. Columns: feed, module,
-    `moved` (distance of the means, in standard deviations), `spread` (relative distance of the standard deviations),
-    `cosine`, and `close x0`, `close x1`, …: the first position that is not close by so many tolerances, -1: all are.
+    `last_feeds` (tokens,): the forward in which the suspected run computed each position. Columns:
+    feed, module, `moved` (distance of the means, in standard deviations), `spread` (relative
+    distance of the standard deviations), `cosine`, and `close x0`, `close x1`, …: the first
+    position that is not close by so many tolerances, -1: all are.
     """
     rows = []
     for order, (key, (theirs, *_)) in enumerate(run.whole.items()):
@@ -88,8 +90,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def pointed(tool: str, rows: pd.DataFrame) -> dict[str, Any]:
-    """The module of the first output that a rule of RULES calls different, and where the rule tells tokens apart the
-    first position (else -1); empty where it finds none."""
+    """The module of the first output that a rule of RULES calls different, and where the rule tells
+    tokens apart the first position (else -1); empty where it finds none."""
     found = rows[RULES[tool](rows)]
     if found.empty:
         return {}
