@@ -324,7 +324,7 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(left_ahead("conv_states"), "does not bring back the state"), (changed, "fails: .*a kernel takes")],
+    [(left_ahead("conv_states"), "does not restore the earlier state"), (changed, "fails: .*a kernel takes")],
 )
 def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")
@@ -428,7 +428,7 @@ def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, 
     model.forward(IDS[20:24])
     model.rewind(4)
     assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
-    with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
+    with pytest.raises(LoadError, match="no exact rollback: snapshots does not restore"):
         GgufModel.open(files[QWEN], threads=1, rollback="snapshots")
     other = GgufModel.open(files[QWEN], threads=1)
     assert other.caps.rewind == "fused"

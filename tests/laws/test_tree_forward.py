@@ -261,7 +261,7 @@ def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, name
         ("bloom", {}, "index in the cache"),
         ("bart", {}, "index in the cache"),
         ("falcon", {"alibi": True}, "index in the cache"),
-        ("mamba2", {}, "the way back of this model is replay"),
+        ("mamba2", {}, "the rollback strategy of this model is replay"),
     ],
 )  # fmt: skip
 def test_models_that_would_be_wrong_say_why_they_take_no_trees(kind, config, why):
