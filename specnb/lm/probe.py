@@ -30,7 +30,10 @@ PROBED_STEPS = 16
 PROBED_PAST = 504
 """Tokens before the probe. For a prompt this long, torch's bfloat16 results depend on the thread count."""
 KERNEL_VARIABLES = (
-    "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
+    "ONEDNN_MAX_CPU_ISA",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
 )
 """Environment variables that select other kernels."""
 REWIND_WIDTH = 4
@@ -104,9 +107,7 @@ def certify(
     return _compare_widths(model, widths, n_steps, past)[0]
 
 
-def _compare_widths(
-    model: LanguageModel, widths: Iterable[int], n_steps: int, past: int
-) -> tuple[int, np.ndarray]:
+def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, past: int) -> tuple[int, np.ndarray]:
     """Return the result of `certify`, and the logits of the single steps, `(n_steps, vocab)`."""
     widths = [width for width in widths if width <= model.caps.n_ctx]
     most = max(widths, default=0)

@@ -110,7 +110,7 @@ def load_int4(
         raise InputError(f"dtype=int4 needs device=cpu, got {device}: use bfloat16 or float16 there")
     if source.endswith(".gguf"):
         file = Path(source)
-        folder = dequantise_once(file, weights=False)
+        folder = dequantize_once(file, weights=False)
         try:
             config = AutoConfig.from_pretrained(folder)
             n_bytes = sum(map(size_of, gguf_parts(file)))
@@ -245,18 +245,18 @@ def tokenizer_vocabulary(
     )
 
 
-def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
+def dequantize_once(gguf: Path, *, weights: bool = True) -> Path:
     """Return the cached folder with the config, the tokenizer and, with `weights`, the float32 weights of a GGUF."""
     suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
     folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
-    make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
+    make_once(folder, partial(dequantize, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
         why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
         warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
     return folder
 
 
-def dequantise(gguf: Path, folder: Path, *, weights: bool = True) -> None:
+def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
     """Write config, tokenizer and float32 weights of a GGUF into `folder`, with a note of texts split differently.
 
     Without `weights` the folder has no weights.
