@@ -33,10 +33,10 @@ class Capabilities:
 
     `rewind` names the rollback strategy (see `lm.rollback`), and `rewind_reason` says why entries
     cannot simply be dropped. `max_width` is the widest single forward pass, and `n_ctx` the most
-    tokens that the state can hold. `lossless_dtype` is True if passes over 1 and over n tokens differ
-    by float32 rounding only; up to `same_bits_up_to` tokens they are bit-identical (0: at no width).
-    `trees` says whether the model can be used as a `TreeModel`, and `trees_reason` why not. `details`
-    are the engine's settings, for the run record.
+    tokens that the state can hold. `lossless_dtype` is True if passes over 1 and over n tokens
+    differ by float32 rounding only; up to `same_bits_up_to` tokens they are bit-identical (0: at no
+    width). `trees` says whether the model can be used as a `TreeModel`, and `trees_reason` why not.
+    `details` are the engine's settings, for the run record.
     """
 
     engine: str
@@ -54,7 +54,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """How far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
+        """How far greedy speculative decoding equals plain decoding, as `probe.certify` found."""
         counts = self.details.get("thread_counts", [self.details.get("threads", 1)])
         threads = f"{' or '.join(map(str, counts))} threads"
         if self.details.get("threads_change") == "between texts":
@@ -76,13 +76,13 @@ class LanguageModel(Protocol):
     vocab: Vocabulary
     caps: Capabilities
     unsettled: Tree | None = None
-    """The tree of the last `forward_tree`, whose nodes end the state until `keep_path` is called."""
+    """The tree of the last `forward_tree`, whose nodes end the state, until `keep_path`."""
 
     @property
     def n_past(self) -> int: ...
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        """Append `ids` to the state; return float32 logits `(n_logits, vocab)` of the last `n_logits`.
+        """Append `ids` to the state; return the last logits, `(n_logits, vocab)` float32.
 
         None returns logits for every id; 0 computes no logits (prefill). The caller owns the array.
         Raises InputError (unknown id, empty ids), CapacityError (the state would exceed n_ctx).
@@ -98,10 +98,10 @@ class LanguageModel(Protocol):
         """Clear the state."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Return the token ids of `text`; `special` parses control tokens and adds the model's BOS."""
+        """Return the token ids of `text`; `special` parses control tokens and adds BOS."""
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Return the first module whose output on `ids` is NaN or Inf; "" if the engine cannot tell."""
+        """Return the first module whose output on `ids` is NaN or Inf; "" if unknown."""
         return ""
 
     def close(self) -> None:
@@ -117,18 +117,18 @@ class TreeModel(LanguageModel, Protocol):
     """
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
-        """Append the nodes of `tree`, token `ids[i]` at node i; return float32 logits `(len(ids), vocab)`.
+        """Append the nodes of `tree`, token `ids[i]` at node i; return `(len(ids), vocab)` float32.
 
-        A node attends to the text and its ancestors only. Its position is that in its path,
-        `n_past + tree.depths[i]`. Raises InputError (unknown id, unequal numbers of ids and nodes, no
+        A node attends to the text and its ancestors only, at position `n_past + tree.depths[i]`, as
+        in a pass over its path. Raises InputError (unknown id, unequal numbers of ids and nodes, no
         tree support), CapacityError (the state would exceed n_ctx), StateError (unsettled tree).
         """
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        """Settle the last `forward_tree`: keep a path of nodes from a root, or none, and drop the rest.
+        """Settle the last `forward_tree`: keep a path of nodes from a root, or none; drop the rest.
 
-        Afterwards the state is as if only these tokens had been processed. Raises InputError, and
-        changes nothing, if `nodes` are not such a path, and StateError if there is no tree to settle.
+        Afterwards the state is as if only these tokens had been processed. Raises StateError if
+        there is no tree, and InputError, changing nothing, if `nodes` are not such a path.
         """
 
 
@@ -161,7 +161,7 @@ def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
 
 
 def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:
-    """Validate the arguments of `forward`, on which engines would abort; return the number of rows."""
+    """Validate the arguments of `forward`, since engines may abort; return the number of rows."""
     check_settled(model)
     array = np.asarray(ids)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":

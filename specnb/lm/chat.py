@@ -14,8 +14,9 @@ MAX_S = 5
 def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
     """Return the text of `messages` (role and content) up to the start of the assistant's answer.
 
-    A template is part of a downloaded model, so it runs in transformers' sandbox. Raises InputError if
-    the model has no chat template, and if the template fails, rejects the messages or exceeds MAX_S.
+    A template is part of a downloaded model, so it runs in transformers' sandbox. Raises InputError
+    if the model has no chat template, and if the template fails, rejects the messages or exceeds
+    MAX_S.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -39,7 +40,7 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     try:
         sys.settrace(check)
         return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
-    except Exception as error:  # a template is a program: it may divide by zero or recurse infinitely
+    except Exception as error:  # a template is a program: it may divide by zero or recurse
         reason = f"cannot be rendered ({str(error) or type(error).__name__})"
         raise InputError(f"the chat template of this model {reason}: pass plain text") from error
     finally:

@@ -2,12 +2,12 @@
 
 smollm2-135m                        zoo (zoo.toml), in llama.cpp as shipped
 smollm2-135m:f16                    zoo, requantized on this machine
-smollm2-135m?backend=hf             zoo, in torch; a 4-bit file in int4 if that is fastest (dtype=auto)
+smollm2-135m?backend=hf             zoo, in torch; 4-bit files in int4 if fastest (dtype=auto)
 smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantized, in torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub, by type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
-./folder?backend=llama&weights=f32  folder.f16.gguf next to the folder, or a float32 copy, in llama.cpp
+./folder?backend=llama&weights=f32  folder.f16.gguf next to it, or a float32 copy, in llama.cpp
 tiny-hybrid                         a model of the checkout (a folder in data/models, and its GGUF)
 
 Requantizing does not undo the rounding of the shipped file: `:f16` and the model in torch have the
@@ -40,7 +40,7 @@ WIDTHS = {"float32": 4, "f32": 4}
 
 
 class ModelSpec(NamedTuple):
-    """A parsed model name: where the model is (`zoo`, `gguf`, `hub` or `hf`), its engine and options.
+    """A parsed model name: its place (`zoo`, `gguf`, `hub` or `hf`), engine and options.
 
     `text` is the name with all options, also those from keywords; `dtype=auto` is resolved.
     """
@@ -53,19 +53,20 @@ class ModelSpec(NamedTuple):
 
     @property
     def engine(self) -> type:
-        """The class that opens the model; imported on use, so that each engine works without the other."""
+        """The class that opens the model; imported on use: each engine works without the other."""
         return resolve(ENGINES[self.backend])
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether the engine uses the blocks of a GGUF directly, without dequantizing all weights."""
+        """Whether the engine uses the blocks of a GGUF directly, without dequantizing them."""
         return self.backend == "llama" or self.options.get("dtype") == "int4"
 
 
 def parse(name: str, **options: Any) -> ModelSpec:
     """Split `NAME?option=value&…`; keyword options override those in the name. Opens no model.
 
-    Raises InputError for unknown backends, and for names that are not a zoo name, file, folder or hub id.
+    Raises InputError for unknown backends, and for names that are not a zoo name, file, folder or
+    hub id.
     """
     source, _, query = str(name).partition("?")
     try:
@@ -116,7 +117,8 @@ def _where(source: str) -> str:
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
-    """Return the type for `dtype=auto` in torch: int4 for a 4-bit file if it is fastest, else `auto_dtype`.
+    """Return the type for `dtype=auto` in torch: int4 for a 4-bit file if it is fastest, else
+    `auto_dtype`.
 
     The first call on a CPU measures that for half a second (`lm.hf.int4.is_fastest`).
     """
@@ -181,7 +183,7 @@ class ZooEntry(PinnedFile):
         return self.member_bytes if kind is None else self.derived_bytes[kind]
 
     def file(self, kind: str | None) -> Path:
-        """Return the path of the copy of this type, or of the shipped file for None; it need not exist."""
+        """Return the path of the copy of this type, or of the shipped file for None."""
         if self.revision and kind is None:
             return hub_folder(self.source.removeprefix("hf:"), self.revision) / self.member
         name = Path(self.member).name if kind is None else f"{self.name}.{kind.upper()}.gguf"
@@ -194,7 +196,7 @@ ENTRIES = {
 
 
 def is_zoo_name(text: str) -> bool:
-    """Return whether `text` names a model of the zoo; `find_entry` checks the type after a colon."""
+    """Return whether `text` names a model of the zoo; `find_entry` checks a type after a colon."""
     return text.partition(":")[0].lower() in ENTRIES
 
 
@@ -280,7 +282,7 @@ def find_file(source: str) -> Path:
 
 
 def prepare(spec: ModelSpec) -> Path:
-    """Return the path that the engine opens: a GGUF for llama.cpp, a folder or a hub id for torch."""
+    """Return what the engine opens: a GGUF for llama.cpp, a folder or a hub id for torch."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
     if spec.keeps_blocks:
@@ -308,7 +310,7 @@ def local_file(spec: ModelSpec) -> Path | None:
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of an opened model's weights, from its name and files; 0 for a model on a hub.
+    """Return the bytes of an opened model's weights, from name and files; 0 for a hub's folder.
 
     A GGUF in torch counts with the size of its file, although it may become larger.
     """
@@ -366,7 +368,8 @@ def folder_gguf(folder: Path, kind: str) -> Path:
 class ZooStatus:
     """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the expected size.
 
-    For a model known only from published facts, `n_bytes` and `path` are None and `parameters` is set.
+    For a model known only from published facts, `n_bytes` and `path` are None and `parameters` is
+    set.
     """
 
     name: str
@@ -380,7 +383,7 @@ class ZooStatus:
 
 
 def status() -> list[ZooStatus]:
-    """List all names of the zoo, including copies, and of the checkout; opens and downloads nothing."""
+    """List the zoo, including copies, and the checkout; opens and downloads nothing."""
     rows = []
     for entry in ENTRIES.values():
         for kind in (None, *entry.derived_bytes):

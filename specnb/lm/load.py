@@ -25,7 +25,7 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
 
 
 def checked_name(name: str) -> None:
-    """Check a name without reading weights. Raises InputError as `load` does, also for a missing file."""
+    """Check a name as `load` does, and that the file exists, but read no weights."""
     spec = parse(name)
     if spec.where == "gguf":
         find_file(spec.source)

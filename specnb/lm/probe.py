@@ -18,9 +18,9 @@ from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
 
 TOLERANCE = {True: 0.001, False: 0.1}
-"""Relative error that rounding may cause in a row, for float32 or not; a lost state causes far more."""
+"""Relative error of a row that rounding may cause, if float32 or not; a lost state causes more."""
 STEP_TOLERANCE = {True: 5e-5, False: 0.1}
-"""The same for single steps over COMPARED tokens: rounding causes 5e-6, another computation 1e-4 or more."""
+"""The same for single steps over COMPARED tokens: rounding causes 5e-6, other formulas 1e-4."""
 STEP_LIMIT = 0.1
 """Largest relative error of single steps that continue the state, but by another computation."""
 COMPARED = 32
@@ -28,7 +28,7 @@ PROBED_WIDTHS = (2, 3, 4, 7, 8, 9, 14, 17, 33, 64)
 """Widths that are compared with single steps: near every kernel's limits, with partial vectors."""
 PROBED_STEPS = 16
 PROBED_PAST = 504
-"""Tokens before the probe. For a prompt this long, torch's bfloat16 results depend on the thread count."""
+"""Tokens before the probe; with so many, torch's bfloat16 bits depend on the thread count."""
 KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
@@ -69,10 +69,11 @@ def rows_distance(rows: np.ndarray, whole: np.ndarray) -> float:
 def probe_steps(model: LanguageModel) -> Steps:
     """Return how tokens must be fed so that blocks and single steps agree.
 
-    "blocks": in any way. "later": one at a time after a first block, because blocks ignore the current
-    state. "single": always one at a time, because single steps and blocks compute differently (Zamba2
-    and Nemotron-H clamp the time step in blocks only). Raises LoadError if single steps do not continue
-    the state either (as in an encoder, which attends to future tokens).
+    "blocks": in any way. "later": one at a time after a first block, because blocks ignore the
+    current state. "single": always one at a time, because single steps and blocks compute
+    differently (Zamba2 and Nemotron-H clamp the time step in blocks only). Raises LoadError if
+    single steps do not continue the state either (as in an encoder, which attends to future
+    tokens).
     """
     half = min(COMPARED, model.caps.n_ctx) // 2
     ids = probe_ids(model.vocab.size, 2 * half)
@@ -91,7 +92,7 @@ def probe_steps(model: LanguageModel) -> Steps:
         return "blocks" if agree else "later"
     if agree and single < STEP_LIMIT:
         return "single"
-    differs = f"single steps of {model.name} differ from one forward pass by {single:.0%} of the spread"
+    differs = f"single steps of {model.name} differ from one pass by {single:.0%} of the spread"
     causes = "it is not a causal language model, or transformers does not cache its state"
     raise LoadError(f"{differs}: {causes}. Use a GGUF file of this model")
 
@@ -99,10 +100,10 @@ def probe_steps(model: LanguageModel) -> Steps:
 def certify(
     model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps: int = PROBED_STEPS, past: int = PROBED_PAST
 ) -> int:
-    """Return the largest of `widths` up to which passes are bit-identical to single steps; 0 for none.
+    """Return the largest of `widths` up to which passes equal single steps bit by bit; else 0.
 
-    Compares `n_steps` rows with as many single steps after `past` tokens. Wide passes cross a multiple of
-    64 positions. Leaves the state empty.
+    Compares `n_steps` rows with as many single steps after `past` tokens. Wide passes cross a
+    multiple of 64 positions. Leaves the state empty.
     """
     return _compare_widths(model, widths, n_steps, past)[0]
 
@@ -147,8 +148,8 @@ def certified(
 ) -> Certificate:
     """Run `certify` with each of `counts` threads, or return the cached result.
 
-    The cache key is the CPU and `facts`: the engine's build, and the model's shapes, types and rules.
-    The model continues with the last of `counts` threads.
+    The cache key is the CPU and `facts`: the engine's build, and the model's shapes, types and
+    rules. The model continues with the last of `counts` threads.
     """
     facts |= {"cpu": kernel_facts(), "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
     file = cache_dir() / "certificates" / digest(facts | {"counts": counts})
@@ -188,7 +189,7 @@ def probe_rewind(model: LanguageModel) -> bool:
 
 
 def probe_trees(model: TreeModel) -> str:
-    """Return why `model` cannot run trees; "" if all nodes, and the next token, get their paths' logits."""
+    """Return why `model` cannot run trees; "" if all logits are those of the nodes' paths."""
     if model.caps.n_ctx < PAST + len(PROBE):  # too short for the probe
         return ""
     ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)

@@ -6,16 +6,16 @@ token overwrites, so rollback costs memory, forward passes, or both (measured in
     crop         attention only: drop entries
     snapshots    save the state after every token since the boundary; rollback selects one of them
     replay       save the state at the boundary and the inputs of the recurrence since (Snakes and
-                 Ladders, ENLSP 2024); rollback runs the accepted tokens through the recurrence alone
-    fused        save one state; the next forward pass also processes the accepted tokens, without logits
+                 Ladders, ENLSP 2024); rollback runs only the recurrence over the accepted tokens
+    fused        save one state; the next forward pass repeats the accepted tokens, without logits
     checkpoint   save one state; rollback processes the accepted tokens in a separate forward pass
                  (llama.cpp, PR 20080)
-    recompute    save nothing; process everything again. The reference for the others, and their fallback
+    recompute    save nothing; process everything again. The reference and fallback for the others
 
 The *boundary* is the position of the last call of `rewind` (also of 0 tokens). Speculative decoding
 calls it once per round, so tokens before the boundary are final and tokens after it may be rolled
-back. Every strategy can roll back any number of tokens; beyond what it saved, it processes the tokens
-again from the start, which `RewindCost` counts.
+back. Every strategy can roll back any number of tokens; beyond what it saved, it processes the
+tokens again from the start, which `RewindCost` counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ separate pass."""
 
 
 class Saved(Protocol):
-    """A copy of the recurrent part of a state after `n_tokens` tokens. Attention entries are not copied."""
+    """A copy of a state's recurrent part after `n_tokens` tokens, without attention entries."""
 
     n_tokens: int
     nbytes: int
@@ -54,8 +54,8 @@ class Engine(Protocol):
     """A state of `n_held` tokens, without a rollback strategy.
 
     `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `keep` drops the
-    attention entries after the first n tokens, in every layer, and does not touch recurrent states; it
-    returns False if the engine cannot do that. `restore` drops the tokens since `saved`.
+    attention entries after the first n tokens, in every layer, and does not touch recurrent states;
+    it returns False if the engine cannot do that. `restore` drops the tokens since `saved`.
     """
 
     n_held: int
@@ -77,10 +77,10 @@ class Engine(Protocol):
 
 
 class Recorder:
-    """An engine's own rollback of recent tokens: at most `depth`, currently `reach`, using `nbytes`.
+    """An engine's own rollback of at most `depth` tokens, currently `reach`, using `nbytes` bytes.
 
-    If `spans_forwards`, it covers several forward passes, and `base` is the state before the first of
-    them. If not, it covers only the last forward pass.
+    If `spans_forwards`, it covers several forward passes, and `base` is the state before the first
+    of them. If not, it covers only the last forward pass.
     """
 
     spans_forwards = False
@@ -105,7 +105,7 @@ class Recorder:
 
 @dataclass
 class RewindCost:
-    """The cost of rollback since the last reset: calls of `save` and `restore`, and numbers of tokens."""
+    """The cost of rollback since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
@@ -116,7 +116,7 @@ class RewindCost:
 
 
 class Rollback:
-    """Base class, and the strategy `crop`: drop the last entries, which is exact for attention layers.
+    """Base class, and the strategy `crop`: drop the last entries, exact for attention layers.
 
     `n_past` counts the tokens that the caller sees.
     """
@@ -204,7 +204,7 @@ class Recompute(Rollback):
 
 
 class Checkpoint(Recompute):
-    """Save one state at the boundary; restore it and process the accepted tokens in a separate pass."""
+    """Save one state at the boundary; restore it and process the accepted tokens again."""
 
     kind = "checkpoint"
 
@@ -248,7 +248,7 @@ class Checkpoint(Recompute):
 class FusedReplay(Checkpoint):
     """Restore, then process [accepted, correction, new drafts] in ONE forward pass.
 
-    If more than SETTLE_AT tokens follow the saved state, process them in a separate pass and save anew.
+    If more than SETTLE_AT tokens follow the saved state, process them alone and save a new state.
     """
 
     kind = "fused"
@@ -268,7 +268,7 @@ class FusedReplay(Checkpoint):
 
 
 class Recorded(Checkpoint):
-    """`snapshots` and `replay`: use the engine's recorder within its reach, else the saved state."""
+    """`snapshots` and `replay`: the engine's recorder within its reach, else the saved state."""
 
     def __init__(self, engine: Engine, recorder: Recorder, kind: str) -> None:
         super().__init__(engine)
@@ -284,14 +284,14 @@ class Recorded(Checkpoint):
         if self._engine.n_held:
             if self._recorder.spans_forwards:
                 self._record(n)
-            # Save the state before `n` tokens move it beyond the recorder's reach. After the first pass
-            # the boundary is already lost, and the end of that pass is saved instead.
+            # Save the state before `n` tokens move it out of the recorder's reach. After the first
+            # pass the boundary is already lost, and the end of that pass is saved instead.
             elif self._at_boundary and (self._n_passes or n > self._recorder.depth + 1):
                 self._save()
         self._n_passes += 1
 
     def _record(self, n: int) -> None:
-        """Record the next `n` tokens, or fall back to a checkpoint if they exceed the recorder's depth."""
+        """Record the next `n` tokens, or keep a checkpoint if they exceed the recorder's depth."""
         recorder = self._recorder
         if self._at_boundary:
             recorder.begin()
@@ -331,7 +331,7 @@ RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
 class RewindableModel(LanguageModel):
-    """Base of both engines' models: the state is in `_engine` (None if closed), managed by `rollback`."""
+    """Base of both engines' models: the state is in `_engine` (None if closed)."""
 
     rollback: Rollback
     """The rollback strategy and its cost so far."""
@@ -361,11 +361,12 @@ class RewindableModel(LanguageModel):
         kind: str,
         afford: Callable[[str], None] = lambda _name: None,
     ) -> None:
-        """Select the strategy `kind`, or with "auto" the first of `preferred` that a probe finds exact.
+        """Select the strategy `kind`; with "auto", the first of `preferred` that a probe accepts.
 
-        A model that can crop is not probed. `recorders` create a strategy's recorder, or raise InputError
-        if the family or the engine has none; `afford(name)` raises MemoryShortError if memory is short.
-        Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
+        A model that can crop is not probed. `recorders` create a strategy's recorder, or raise
+        InputError if the family or the engine has none; `afford(name)` raises MemoryShortError if
+        memory is short. Raises InputError (not for this model), MemoryShortError, LoadError (a
+        probe found it inexact).
         """
         engine, reason = self._engine, self.caps.rewind_reason
         if kind == AUTO and not reason:
@@ -403,9 +404,10 @@ class RewindableModel(LanguageModel):
 
     @contextmanager
     def _restore_on_error(self, n: int) -> Iterator[None]:
-        """Restore the state of the first `n` tokens if the block fails; reset it if it cannot be cropped.
+        """If the block fails, restore the state of the first `n` tokens, or reset it (no `crop`).
 
-        Layers may have processed different numbers of tokens. An engine's failure becomes an EngineError.
+        Layers may have processed different numbers of tokens. An engine's failure becomes an
+        EngineError.
         """
         try:
             yield

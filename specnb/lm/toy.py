@@ -1,4 +1,5 @@
-"""Closed-form language models with exact probabilities, for tests of decoding rules and for teaching.
+"""Closed-form language models with exact probabilities, for tests of decoding rules and for
+teaching.
 
 No measurement uses them.
 """
@@ -82,7 +83,8 @@ def markov(
 ) -> ToyLM:
     """Return a random Markov model: Gaussian logits of the next token, by the last `order` tokens.
 
-    `sharpness` scales the logits: 0 gives a uniform distribution, large values a nearly deterministic one.
+    `sharpness` scales the logits: 0 gives a uniform distribution, large values a nearly
+    deterministic one.
     """
 
     @cache

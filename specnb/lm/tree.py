@@ -1,7 +1,7 @@
 """A tree of draft tokens and its attention mask: a node attends to itself and its ancestors only.
 
-Node i follows `parents[i]`; -1 stands for the committed text, which several nodes may follow. Parents
-come before their children (topological order), so the mask is lower triangular.
+Node i follows `parents[i]`; -1 stands for the committed text, which several nodes may follow.
+Parents come before their children (topological order), so the mask is lower triangular.
 
     tokens    a  b  c  d        a -+- b              mask   a b c d
     parents  -1  0  0  2           +- c --- d        a      1
@@ -25,8 +25,8 @@ COMMITTED = -1
 class Tree:
     """Parents of the nodes 0..T-1, in topological order; all rows of a batch share one tree.
 
-    Raises InputError for a parent that is below -1, or does not come before its child (which also rules
-    out cycles).
+    Raises InputError for a parent that is below -1, or does not come before its child (which also
+    rules out cycles).
     """
 
     parents: tuple[int, ...]
@@ -39,7 +39,7 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> "Tree":
-        """Return the tree of ordinary speculative decoding: every token follows the previous one."""
+        """Return the tree of ordinary speculative decoding, a chain of tokens."""
         return cls(tuple(range(COMMITTED, length - 1)))
 
     def __len__(self) -> int:
@@ -64,12 +64,12 @@ class Tree:
         return path[::-1]
 
     def children(self, node: int) -> tuple[int, ...]:
-        """Return the children of `node`, in order; those of -1 directly follow the committed text."""
+        """Return the children of `node`, in order; those of -1 follow the committed text."""
         return tuple(child for child, parent in enumerate(self.parents) if parent == node)
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """The number of ancestors of each node: 0 for nodes that directly follow the committed text."""
+        """The number of ancestors of each node: 0 for nodes that follow the committed text."""
         depths = []
         for parent in self.parents:
             depths.append(0 if parent == COMMITTED else depths[parent] + 1)

@@ -27,10 +27,11 @@ ID_KEYS = (*END_KEYS, "pad_token_id", "pard_token", "ptd_token_id", "mask_token_
 class Vocabulary:
     """The ids 0..size-1 of a model's logits and their bytes.
 
-    `pieces[i]` is the text of id i as bytes (possibly part of a character); ids that the tokenizer never
-    returns (padding rows of the embedding) have the piece b"". `special` ids are control tokens: they
-    have a piece, for comparison, but `decode` omits them. `eog` is the full set of end-of-generation ids.
-    `kind` and `pre` name the tokenizer family and its pre-tokenizer if the source states them.
+    `pieces[i]` is the text of id i as bytes (possibly part of a character); ids that the tokenizer
+    never returns (padding rows of the embedding) have the piece b"". `special` ids are control
+    tokens: they have a piece, for comparison, but `decode` omits them. `eog` is the full set of
+    end-of-generation ids. `kind` and `pre` name the tokenizer family and its pre-tokenizer if the
+    source states them.
     """
 
     pieces: tuple[bytes, ...]
@@ -81,7 +82,7 @@ ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enum
 
 
 def byte_level(piece: str) -> bytes:
-    """Return the bytes of a byte-level piece, or its UTF-8 text if a character stands for no byte."""
+    """Return the bytes of a byte-level piece; its UTF-8 text if a character stands for no byte."""
     return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
 
 
@@ -109,7 +110,7 @@ def spell_pieces(tokenizer: dict[str, Any], names: Iterable[str | None], added: 
 
 
 def kind_of(tokenizer: dict[str, Any]) -> str:
-    """Return the kind of a tokenizer.json in llama.cpp's terms; a BPE with byte fallback is "spm"."""
+    """Return the kind of a tokenizer.json in llama.cpp's terms; BPE with byte fallback is "spm"."""
     model = tokenizer.get("model", {})
     kind = str(model.get("type") or "unknown").lower()
     if kind == "bpe" and model.get("byte_fallback") is True:
@@ -118,13 +119,13 @@ def kind_of(tokenizer: dict[str, Any]) -> str:
 
 
 def ids_in(value: Any) -> list[int]:
-    """Return the ids in a config field, one or a list, without -1 (the padding id of the first Llamas)."""
+    """Return the ids in a config field, one or a list, without -1 (first Llamas: no padding)."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if isinstance(i, int) and i >= 0]
 
 
 def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
-    """Raise InputError if an id of ID_KEYS in `stated`, the contents of `file`, has no embedding row."""
+    """Raise InputError if an id of ID_KEYS in `stated`, the contents of `file`, has no row."""
     for key in ID_KEYS:
         if (last := max(ids_in(stated.get(key)), default=0)) >= rows:
             reason = f"{key} is {last}, but the embedding has {rows} rows (ids from 0)"
@@ -143,14 +144,15 @@ def read_tokenizer(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def tokenizing(subject: object) -> Iterator[None]:
-    """Turn an error or a panic of the tokenizers library in the block into an InputError for `subject`.
+    """Convert errors and panics of the tokenizers library to an InputError for `subject`.
 
     A Rust panic is not an Exception, and its type cannot be imported.
     """
     try:
         yield
     except BaseException as error:
-        if type(error).__name__ not in ("PanicException", "TypeError"):  # TypeError: a lone surrogate
+        # TypeError: a lone surrogate
+        if type(error).__name__ not in ("PanicException", "TypeError"):
             raise
         reason = f"{error!s:.200}; change the text, or repair tokenizer.json"
         raise InputError(f"{subject!r:.200} cannot be tokenized: {reason}") from error
@@ -165,7 +167,8 @@ def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
 def require_same(target: Vocabulary, draft: Vocabulary, names: Sequence[str]) -> None:
     """Raise VocabularyMismatch with the first id that differs, unless all ids have equal pieces.
 
-    Draft tokens are verified by id: one shifted id would reduce the acceptance rate to zero silently.
+    Draft tokens are verified by id: one shifted id would reduce the acceptance rate to zero
+    silently.
     """
     if (token := first_difference(target, draft)) is not None:
         texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]

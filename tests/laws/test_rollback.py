@@ -324,7 +324,10 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(left_ahead("conv_states"), "does not restore the earlier state"), (changed, "fails: .*a kernel takes")],
+    [
+        (left_ahead("conv_states"), "does not restore the earlier state"),
+        (changed, "fails: .*a kernel takes"),
+    ],
 )
 def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")

@@ -68,7 +68,7 @@ def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
     ("kind", "config", "why"),
     [
         ("bert", {}, "not a causal language model"),
-        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3, "head_dim": 8}, "single steps"),
+        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3, "head_dim": 8}, "steps"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "takes no cache"),
     ],
 )

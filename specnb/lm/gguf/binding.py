@@ -1,6 +1,7 @@
 """Bindings to llama.cpp's C API. Only this module imports llama_cpp.
 
-llama.cpp logs to the Python logger `specnb.llama_cpp` instead of stderr. Function names are those of llama.h.
+llama.cpp logs to the Python logger `specnb.llama_cpp` instead of stderr. Function names are those
+of llama.h.
 """
 
 import ctypes
@@ -19,10 +20,11 @@ from specnb.lm.gguf.header import Header, read_header
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
-"""Iterations of libgomp's spin loop; its default, 300000, spins for milliseconds. With 1000, the short
-operators of a torch model in the same process take 25 % longer; values above 10000 save no time."""
+"""Iterations of libgomp's spin loop; its default, 300000, spins for milliseconds. With 1000, the
+short operators of a torch model in the same process take 25 % longer; values above 10000 save no
+time."""
 ERROR = 4
-"""ggml.h's log level of errors. All other messages are logged as DEBUG: every load prints warnings."""
+"""ggml.h's log level of errors. All other messages become DEBUG: every load prints warnings."""
 
 VOCAB_KINDS = {1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
@@ -33,15 +35,15 @@ FILE_TYPES = {
 """Weight types that `requantize` can write, with llama.cpp's numbers (LLAMA_FTYPE_*)."""
 
 KV_TYPES = {"f32": (0, 0, 4), "f16": (1, 1, 2), "mixed": (30, 1, 2)}
-"""KV cache types: ggml's numbers for keys and values, and bytes per value. "mixed" is bf16 keys and f16
-values: for two types, flash attention on a CPU computes all rows with one kernel; for one type, it has
-other kernels for single rows after 256 tokens, and for 64 rows or more."""
+"""KV cache types: ggml's numbers for keys and values, and bytes per value. "mixed" is bf16 keys and
+f16 values: for two types, flash attention on a CPU computes all rows with one kernel; for one type,
+it has other kernels for single rows after 256 tokens, and for 64 rows or more."""
 
 MAX_BATCH = 512
 
 
 class Library(NamedTuple):
-    """The API, the last error messages, and the log callback, which must not be garbage-collected."""
+    """The API, the last error messages, and the log callback, which must stay referenced."""
 
     api: ModuleType
     errors: deque[str]
@@ -54,7 +56,7 @@ class Library(NamedTuple):
 
 @cache
 def load_library() -> Library:
-    """Import llama_cpp, redirect its log, initialize its backend. Raises LoadError if it is missing."""
+    """Import and initialize llama_cpp, and redirect its log. Raises LoadError if it is missing."""
     # torch loads libgomp, which reads the variable only once
     if "torch" not in sys.modules and "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_TURNS)
@@ -121,8 +123,8 @@ def sound_header(path: Path) -> Header:
 def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:
     """Create a context (llama_init_from_model) for one sequence of `n_ctx` tokens.
 
-    It requests `planes` snapshots of a recurrent state, which some architectures do not support. Raises
-    LoadError, also for encoders.
+    It requests `planes` snapshots of a recurrent state, which some architectures do not support.
+    Raises LoadError, also for encoders.
     """
     lib = load_library()
     params = lib.api.llama_context_default_params()
@@ -130,7 +132,7 @@ def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_atte
     params.n_batch = params.n_ubatch = min(MAX_BATCH, params.n_ctx)
     params.n_seq_max = 1
     params.n_rs_seq = planes
-    # one field for passes over one token, one for longer passes; different values would bias T(n)/T(1)
+    # one field for passes over one token, one for longer ones; unequal values would bias T(n)/T(1)
     params.n_threads = params.n_threads_batch = threads
     params.type_k, params.type_v, _ = KV_TYPES[kv]
     params.flash_attn_type = 1 if flash_attention else 0
@@ -163,12 +165,14 @@ def read_vocabulary(model: object) -> Vocabulary:
     size = api.llama_vocab_n_tokens(vocab)
     if api.llama_vocab_type(vocab) == 0:
         # llama.cpp aborts when a piece of such a vocabulary is read
-        raise LoadError("this GGUF has no vocabulary (tokenizer.ggml.model is none): convert it again")
+        raise LoadError("tokenizer.ggml.model is none, expected a vocabulary: convert it again")
     buffer = ctypes.create_string_buffer(1024)
 
     def piece(token: int, room: ctypes.Array = buffer) -> bytes:
         n = api.llama_token_to_piece(vocab, token, room, len(room), 0, True)
-        return room.raw[:n] if n >= 0 else piece(token, ctypes.create_string_buffer(-n))  # too small
+        if n < 0:  # the buffer is too small
+            return piece(token, ctypes.create_string_buffer(-n))
+        return room.raw[:n]
 
     bos = api.llama_vocab_bos(vocab)  # negative if there is none
     eos = api.llama_vocab_eos(vocab)
@@ -187,20 +191,20 @@ def read_vocabulary(model: object) -> Vocabulary:
 
 
 def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> list[int]:
-    """Return the token ids of `text` (llama_tokenize). Raises InputError if `vocab` cannot spell it.
+    """Return the token ids of `text` (llama_tokenize). Raises InputError if it has none.
 
-    If neither a character nor its bytes have tokens, some tokenizers of llama.cpp throw a C++ exception
-    through the C API, which aborts the process.
+    If neither a character nor its bytes have tokens, some tokenizers of llama.cpp throw a C++
+    exception through the C API, which aborts the process.
     """
     api = load_library().api
     try:
         raw = text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(f"this text cannot be tokenized: {error}; change it to valid Unicode") from error
+        raise InputError(f"this text cannot be tokenized ({error}): correct it") from error
     if vocab.kind in ("spm", "rwkv"):
         unknown = [c for c in set(text) if c.encode() not in vocab.texts]
         if missing := [c for c in unknown if not vocab.texts.issuperset(bytes([b]) for b in c.encode())]:
-            raise InputError(f"got {missing[0]!r}, for which this tokenizer has no token: remove it")
+            raise InputError(f"this tokenizer has no token for {missing[0]!r}: remove it")
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
     n = api.llama_tokenize(api.llama_model_get_vocab(model), raw, len(raw), out, size, special, special)
@@ -222,4 +226,5 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
     params.allow_requantize = True
     lib.errors.clear()
     if lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params)):
-        raise LoadError(f"llama.cpp cannot requantize {source.name} to {type_name}: {lib.reasons()}")
+        reasons = lib.reasons()
+        raise LoadError(f"llama.cpp cannot requantize {source.name} to {type_name}: {reasons}")

@@ -1,7 +1,9 @@
-"""The header of a GGUF file: its key-value pairs and the list of tensors (format: ggml/docs/gguf.md).
+"""The header of a GGUF file: its key-value pairs and the list of tensors (format:
+ggml/docs/gguf.md).
 
-Reads versions 2 and 3, little endian, also from a file that is truncated after the header. For 150,000
-tokens it takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects truncated files.
+Reads versions 2 and 3, little endian, also from a file that is truncated after the header. For
+150,000 tokens it takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects
+truncated files.
 """
 
 import mmap
@@ -36,7 +38,8 @@ BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 class Header(NamedTuple):
     """The header of a GGUF file. `packed` holds the bytes of each key-value pair.
 
-    `shapes` are the tensors' shapes by name, fastest dimension first; `places` their types and offsets.
+    `shapes` are the tensors' shapes by name, fastest dimension first; `places` their types and
+    offsets.
     """
 
     path: Path
@@ -46,7 +49,7 @@ class Header(NamedTuple):
     places: dict[str, tuple[int, int]]
 
     def rows(self, name: str) -> tuple[Any, np.ndarray]:
-        """Return a tensor's `gguf.GGMLQuantizationType` and a map of its bytes, `(rows, bytes per row)`."""
+        """Return a tensor's `gguf.GGMLQuantizationType` and mapped bytes, `(rows, row bytes)`."""
         from gguf import GGMLQuantizationType
         from gguf.quants import quant_shape_to_byte_shape
 
@@ -56,7 +59,7 @@ class Header(NamedTuple):
         return kind, np.memmap(self.path, np.uint8, "r", start, shape)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of `key`, or `default`. Raises InputError for a value of another type."""
+        """Return the value of `key`, or `default`. Raises InputError for another type."""
         value = self.values.get(key)
         if value is not None and type(value) is not kind:
             raise self.fault(key, value, f"expected {kind.__name__}")
@@ -65,7 +68,7 @@ class Header(NamedTuple):
     def fault(self, key: str, value: object, why: str) -> InputError:
         """Return an error with the file, the key, its value, the reason and the remedy."""
         text = " ".join(str(value).split())
-        return InputError(f"{self.path}: {key} is {text:.80}: {why}; download or convert the file again")
+        return InputError(f"{self.path}: {key} is {text:.80}: {why}; download or convert it again")
 
 
 def read_header(path: Path) -> Header:

@@ -1,9 +1,9 @@
 """A GGUF model in llama.cpp, through the low-level bindings.
 
-llama.cpp uses other kernels for one token than for several, so the bits of a token's logits depend on
-the width of the forward pass; `exact` selects settings that avoid this. All arguments are checked
-before a call, because a failed GGML_ASSERT ends the process (and the notebook's kernel), and because
-`llama_memory_seq_rm` may return True although it fails: see `PlaneRecorder`.
+llama.cpp uses other kernels for one token than for several, so the bits of a token's logits depend
+on the width of the forward pass; `exact` selects settings that avoid this. All arguments are
+checked before a call, because a failed GGML_ASSERT ends the process (and the notebook's kernel),
+and because `llama_memory_seq_rm` may return True although it fails: see `PlaneRecorder`.
 """
 
 import ctypes
@@ -41,7 +41,7 @@ from specnb.lm.rollback import (
 from specnb.machine import available_cores, require_memory, thread_counts
 
 DEPTH = 16
-"""Default number of planes (state snapshots). With about 20, llama.cpp aborts for LFM2 (graph size)."""
+"""Default number of planes (state snapshots). With about 20, llama.cpp aborts for LFM2."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
@@ -51,17 +51,17 @@ PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at lea
 ROOM = max(PADDINGS.values())
 """Extra tokens of context for padding."""
 RECURRENT_KEYS = (".ssm.state_size", ".ssm.conv_kernel", ".wkv.head_size", ".shortconv.l_cache", ".kda.head_dim")
-"""Suffixes of the header keys of recurrent layers (`llama-arch.cpp`: LLM_KV_SSM_…, LLM_KV_WKV_…)."""
+"""Suffixes of header keys of recurrent layers (`llama-arch.cpp`: LLM_KV_SSM_…, LLM_KV_WKV_…)."""
 PAST = 255
-"""Tokens before the probe: at 256 the cache grows to 512 entries, where single tokens may use another kernel."""
+"""Tokens before the probe: at 256 the cache grows to 512 entries, and kernels may change."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings to open a file: the options of `GgufModel.open`, completed once the weights are loaded.
+    """Settings to open a file: the options of `GgufModel.open`, completed after loading.
 
-    `counts` are the candidate numbers of threads; `paddings` the keys of PADDINGS to try for equal bits
-    at all widths, none for the fastest settings.
+    `counts` are the candidate numbers of threads; `paddings` the keys of PADDINGS to try for equal
+    bits at all widths, none for the fastest settings.
     """
 
     n_ctx: int
@@ -85,16 +85,15 @@ class Plan:
         paddings = () if is_recurrent(model) else self.paddings
         # flash attention rounds to 16 bits internally, for all cache types
         flash = bool(paddings) and "f32" not in (dtype, self.kv)
+        kv = "f32" if dtype == "f32" else "f16"
         if flash and not self.gpu_layers:
             kv = "mixed"
-        else:
-            kv = "f32" if dtype == "f32" else "f16"
         trained = binding.load_library().api.llama_model_n_ctx_train(model)
         n_ctx = self.n_ctx or min(trained, DEFAULT_N_CTX)
         return replace(self, n_ctx=n_ctx, kv=self.kv or kv, paddings=paddings, flash=flash)
 
     def affordable_planes(self, model: object, name: str) -> int:
-        """Return the number of planes to request; 0 if memory is short and another strategy is allowed.
+        """Return the number of planes to request; 0 if memory is short and `rollback` is "auto".
 
         Raises InputError for a strategy or depth that llama.cpp does not support, MemoryShortError.
         """
@@ -111,7 +110,7 @@ class Plan:
     def _planes(self, model: object) -> int:
         if self.rollback == "replay":
             remedy = "use ?backend=hf, or rollback=snapshots"
-            raise InputError(f"llama.cpp does not expose the inputs that rollback=replay needs: {remedy}")
+            raise InputError(f"rollback=replay needs inputs that llama.cpp does not show: {remedy}")
         if self.rollback not in (AUTO, "snapshots") or not is_recurrent(model):
             return 0
         if self.depth > DEPTH and (binding.metadata(model, ARCHITECTURE) or "").startswith("lfm2"):
@@ -149,7 +148,7 @@ class GgufModel(RewindableModel):
         rollback: RollbackKind = AUTO,
         rollback_depth: RollbackDepth = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file. The upper limits are llama.cpp's: 32-bit integers, and it crashes on more threads.
+        """Open a GGUF file. llama.cpp sets the upper limits of options, and crashes beyond them.
 
         Args:
             n_ctx: tokens of context (0: the model's limit, at most 4096).
@@ -164,7 +163,7 @@ class GgufModel(RewindableModel):
                 "auto": the first that a probe finds exact).
             rollback_depth: number of tokens for which llama.cpp keeps snapshots.
 
-        Raises InputError (bad option), LoadError (not a GGUF, rejected by llama.cpp), MemoryShortError.
+        Raises InputError (option), LoadError (not a GGUF, or not supported), MemoryShortError.
         """
         path = Path(path)
         name = name or path.name
@@ -196,7 +195,7 @@ class GgufModel(RewindableModel):
         """Open a file according to `plan`; certify it if the plan has paddings."""
         api = binding.load_library().api
         with ExitStack() as undo:
-            # 1. weights: repacked weights are faster, but their rounding depends on the width of a pass
+            # 1. weights: repacked weights are faster, but round depending on the width of a pass
             model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
             # 2. context, with room for padding and snapshots
@@ -228,7 +227,7 @@ class GgufModel(RewindableModel):
         return opened
 
     def _certify(self, paddings: Sequence[str], probe: Callable[..., Certificate]) -> bool:
-        """Select the padding that `probe` certifies for the largest width, and set `caps` accordingly.
+        """Select the padding that `probe` certifies for the largest width, and set `caps`.
 
         Returns whether results are bit-identical for all numbers of threads.
         """
@@ -294,7 +293,7 @@ def _capabilities(model: object, context: object, plan: Plan) -> Capabilities:
 
 
 def _facts(model: object) -> dict[str, Any]:
-    """Return what selects llama.cpp's kernels, except the CPU; the size implies shapes and types."""
+    """Return what selects llama.cpp's kernels, except the CPU; sizes imply shapes and types."""
     api = binding.load_library().api
     sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
     facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
@@ -320,9 +319,10 @@ def file_type(model: object) -> str:
 
 
 def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
-    """Return an upper bound on the bytes of a state, as if all layers had a KV cache and a recurrence.
+    """Return an upper bound on the bytes of a state.
 
-    Each plane counts as another copy of the recurrent states.
+    It counts a KV cache and a recurrence for all layers. Each plane counts as another copy of the
+    recurrent states.
     """
     api = binding.load_library().api
     n_layers = api.llama_model_n_layer(model)
@@ -346,8 +346,8 @@ class SavedBlob(NamedTuple):
 class LlamaEngine(Engine):
     """A llama.cpp context with a state of `n_held` tokens.
 
-    `width` is the largest number of tokens per decode; shorter ones are padded to `padding` tokens. The
-    caller owns the context.
+    `width` is the largest number of tokens per decode; shorter ones are padded to `padding` tokens.
+    The caller owns the context.
     """
 
     padding = 1
@@ -417,7 +417,7 @@ class LlamaEngine(Engine):
         """Call llama_decode once, and write the logits to `out (n_logits, vocab)`."""
         n = len(ids)
         width = max(n, self.padding)
-        # lm_head is padded like the other products; llama.cpp reuses its graph for an equal number of rows
+        # lm_head is padded, too; llama.cpp reuses its graph for an equal number of rows
         rows = max(width - n + n_logits, self.padding) if n_logits else 0
         token, position, wants = self._fields
         token[:n] = ids
@@ -472,7 +472,8 @@ class LlamaEngine(Engine):
         with self.alone():
             size = saved.nbytes
             if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
-                raise EngineError(f"llama.cpp could not restore the recurrent state of {self.name} ({size} bytes)")
+                state = f"the recurrent state of {self.name} ({size} bytes)"
+                raise EngineError(f"llama.cpp could not restore {state}")
             self.crop(self.n_held - saved.n_tokens)
 
     def clear(self):
@@ -482,12 +483,12 @@ class LlamaEngine(Engine):
 
 
 class PlaneRecorder(Recorder):
-    """llama.cpp's own snapshots: `n_rs_seq` planes with the states after the last tokens of a decode.
+    """llama.cpp's own snapshots: `n_rs_seq` planes, the states after a decode's last tokens.
 
-    They cover only the last decode, and only once: if more than `last decode - 1` tokens are removed, or
-    on a second call, or after a state was loaded, llama.cpp returns True, and the next logits are wrong
-    (0.3.36). So `reach` is the number of tokens that can really be rolled back. llama.cpp always records,
-    so there is nothing to begin or to stop.
+    They cover only the last decode, and only once: if more than `last decode - 1` tokens are
+    removed, or on a second call, or after a state was loaded, llama.cpp returns True, and the next
+    logits are wrong (0.3.36). So `reach` is the number of tokens that can really be rolled back.
+    llama.cpp always records, so there is nothing to begin or to stop.
     """
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:

@@ -14,7 +14,7 @@ from specnb.lm.hf.engine import TorchEngine, final_norm
 
 @contextmanager
 def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collect the inputs of the final norm, `(rows, n, hidden)`, of each forward pass in the block."""
+    """Collect the inputs of the final norm, `(rows, n, hidden)`, of forward passes in the block."""
     states = []
     with final_norm(net).register_forward_pre_hook(lambda _norm, inputs: states.append(inputs[0])):
         yield states
@@ -39,9 +39,9 @@ class HiddenStates:
     def at(self, position: int) -> tuple[Tensor, Tensor]:
         """Return the states `(hidden,)` before and after the final norm of the token at `position`.
 
-        They are inference tensors on the model's device and in its dtype: do not write to them. Raises
-        StateError while a tree is not settled, and if the last forward pass did not compute this
-        position or the token was rolled back since.
+        They are inference tensors on the model's device and in its dtype: do not write to them.
+        Raises StateError while a tree is not settled, and if the last forward pass did not compute
+        this position or the token was rolled back since.
         """
         check_settled(self._model)
         n_past = self._model.n_past
@@ -65,7 +65,7 @@ class HiddenStates:
 
 
 class LayerStates:
-    """Outputs of some layers for every token of the state. Create it with `HfModel.watch_layers`."""
+    """Outputs of some layers for all tokens of the state. Create it with `HfModel.watch_layers`."""
 
     def __init__(self, engine: TorchEngine, layers: Sequence[int], n_ctx: int) -> None:
         self._engine = engine
