@@ -310,7 +310,7 @@ def local_file(spec: ModelSpec) -> Path | None:
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of an opened model's weights, from name and files; 0 for a hub's folder.
+    """Return the bytes of an opened model's weights, from name and files; 0 for a hub id.
 
     A GGUF in torch counts with the size of its file, although it may become larger.
     """

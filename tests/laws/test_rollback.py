@@ -341,7 +341,7 @@ def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeyp
         assert opened("qwen3_5_text").caps.rewind == "snapshots"  # the next that a probe finds exact
     model = HfModel(net, None, name="m", rollback="replay")
     np.testing.assert_array_equal(model.forward(IDS), plain)  # listening changes no result
-    with pytest.raises(InputError, match="listened to already"):
+    with pytest.raises(InputError, match="already has a recorder"):
         HfModel(net, None, name="second", rollback="snapshots")
     model.close()
     assert listeners(net) == before
@@ -402,7 +402,7 @@ def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
     monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**40)
     assert opened("mamba", n_ctx=64).caps.rewind == "snapshots"
     monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**20)
-    with pytest.raises(MemoryShortError, match="what rollback=snapshots keeps of mamba does not fit"):
+    with pytest.raises(MemoryShortError, match="rollback=snapshots for mamba does not fit"):
         opened("mamba", "snapshots")
 
 

@@ -153,8 +153,8 @@ class GgufModel(RewindableModel):
         Args:
             n_ctx: tokens of context (0: the model's limit, at most 4096).
             threads: 0 for the available physical cores, fewer while other processes use some.
-            kv: type of the KV cache, f32, f16 or mixed ("": f32 for float32 weights, mixed for flash
-                attention, else f16).
+            kv: type of the KV cache, f32, f16 or mixed ("": f32 for float32 weights, mixed for
+                flash attention, else f16).
             gpu_layers: layers on the GPU; llama.cpp checks its memory.
             exact: whether logits must be bit-identical at all widths of a forward pass, as a probe
                 certifies: "auto" if that is nearly free (flash attention, weights not repacked),
