@@ -103,7 +103,7 @@ def test_a_model_of_some_blocks_computes_what_such_a_network_would():
 @pytest.mark.parametrize(
     ("kind", "config", "dtype", "why"),
     [
-        ("gpt2", {}, torch.float32, "GPT2LMHeadModel is not of LlamaForCausalLM"),
+        ("gpt2", {}, torch.float32, "GPT2LMHeadModel is not one of LlamaForCausalLM"),
         ("llama", {"hidden_act": "gelu"}, torch.float32, "with SiLU"),
         ("mistral", {}, torch.float32, "window of the past"),
         ("llama", {}, torch.float16, "no packed product"),
