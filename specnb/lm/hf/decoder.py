@@ -230,7 +230,7 @@ class Decoder:
         return Decoded(logits, x[pad:].to(self.dtype), post[pad:], states)
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return RMSNorm of `x (…, D)` in float32; torch's has more operators and takes 5 % more."""
+        """Return RMSNorm of `x (…, D)` in float32; torch's more operators take 5 % longer."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight.dtype)
         scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight).to(self.dtype)
