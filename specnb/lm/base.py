@@ -152,7 +152,8 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
 def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
     """Return `nodes` as a list if they are a path of the last tree. Raises as `keep_path` does."""
     if (tree := model.unsettled) is None:
-        raise StateError(f"{model.name} got keep_path with none to settle: call forward_tree first")
+        reason = "needs a tree, and there is none to settle: call forward_tree first"
+        raise StateError(f"keep_path of {model.name} {reason}")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
         expected = f"expected a path from a root of the last tree of {model.name}"

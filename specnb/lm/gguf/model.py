@@ -400,17 +400,14 @@ class LlamaEngine(Engine):
             self._api.llama_set_n_threads(self._context, n, n)
 
     def feed(self, ids, rows):
-        with self.alone():
-            return self._feed(ids, rows)
-
-    def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
         out = np.empty((rows, self._vocab_size), dtype=np.float32)
         first_row = len(ids) - rows  # earlier ids need no logits
-        for start in range(0, len(ids), self._width):
-            part = ids[start : start + self._width]
-            wanted = min(len(part), max(0, start + len(part) - first_row))
-            done = max(0, start - first_row)
-            self._decode(part, wanted, out[done : done + wanted])
+        with self.alone():
+            for start in range(0, len(ids), self._width):
+                part = ids[start : start + self._width]
+                wanted = min(len(part), max(0, start + len(part) - first_row))
+                done = max(0, start - first_row)
+                self._decode(part, wanted, out[done : done + wanted])
         return out
 
     def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:

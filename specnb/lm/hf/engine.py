@@ -213,16 +213,13 @@ class TorchEngine(Engine):
     @torch.inference_mode()
     def feed(self, ids, rows):
         with self.threads():
-            return self._feed(ids, rows)
-
-    def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        if self.steps == "single" or (self.steps == "later" and self.n_held):
-            return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
-        # ids before `end` need no logits; run them in chunks if blocks use the state
-        end = max(0, len(ids) - max(rows, PREFILL_WIDTH)) if self.steps == "blocks" else 0
-        for start in range(0, end, PREFILL_WIDTH):
-            self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
-        return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
+            if self.steps == "single" or (self.steps == "later" and self.n_held):
+                return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
+            # ids before `end` need no logits; run them in chunks if blocks use the state
+            end = max(0, len(ids) - max(rows, PREFILL_WIDTH)) if self.steps == "blocks" else 0
+            for start in range(0, end, PREFILL_WIDTH):
+                self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
+            return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
