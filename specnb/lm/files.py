@@ -117,8 +117,7 @@ def _where(source: str) -> str:
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
-    """Return the type for `dtype=auto` in torch: int4 for a 4-bit file if it is fastest, else
-    `auto_dtype`.
+    """Return torch's type for `dtype=auto`: int4 for 4-bit files if fastest, else `auto_dtype`.
 
     The first call on a CPU measures that for half a second (`lm.hf.int4.is_fastest`).
     """
@@ -232,10 +231,10 @@ def weights_origin(name: str) -> str | None:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
     spec = parse(name)
     engine = spec.options.get("dtype") if spec.backend == "hf" else "llama.cpp"
-    if "coarse" in spec.options:
-        engine = "coarse int4"
-    kl = f"; KL from its float32 form in {engine}: {entry.kl[engine]}" if engine in entry.kl else ""
-    return f"of the shipped {entry.shipped_type} file{kl}"
+    origin = f"of the shipped {entry.shipped_type} file"
+    if engine not in entry.kl or "coarse" in spec.options:
+        return origin
+    return f"{origin}; KL from its float32 form in {engine}: {entry.kl[engine]}"
 
 
 def zoo_file(name: str) -> Path:

@@ -98,14 +98,16 @@ def probe_steps(model: LanguageModel) -> Steps:
 
 
 def certify(
-    model: LanguageModel, widths: Iterable[int] = PROBED_WIDTHS, n_steps: int = PROBED_STEPS, past: int = PROBED_PAST
+    model: LanguageModel,
+    widths: Iterable[int] = PROBED_WIDTHS,
+    n_steps: int = PROBED_STEPS,
 ) -> int:
     """Return the largest of `widths` up to which passes equal single steps bit by bit; else 0.
 
-    Compares `n_steps` rows with as many single steps after `past` tokens. Wide passes cross a
+    Compares `n_steps` rows with as many single steps after PROBED_PAST tokens. Wide passes cross a
     multiple of 64 positions. Leaves the state empty.
     """
-    return _compare_widths(model, widths, n_steps, past)[0]
+    return _compare_widths(model, widths, n_steps, PROBED_PAST)[0]
 
 
 def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, past: int) -> tuple[int, np.ndarray]:

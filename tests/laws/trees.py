@@ -23,7 +23,7 @@ TREES = {
 
 
 class Trees(LookupDrafter):
-    """Proposes a tree of `size` nodes and `vocab` tokens, a function of the text; siblings differ."""
+    """Proposes a tree of `size` nodes and `vocab` tokens by the text; siblings differ."""
 
     def __init__(self, size, vocab, seed=0, parents=None):
         super().__init__()

@@ -1,5 +1,4 @@
-"""The header of a GGUF file: its key-value pairs and the list of tensors (format:
-ggml/docs/gguf.md).
+"""The header of a GGUF file: key-value pairs and tensors (format: ggml/docs/gguf.md).
 
 Reads versions 2 and 3, little endian, also from a file that is truncated after the header. For
 150,000 tokens it takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects

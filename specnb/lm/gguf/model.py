@@ -41,7 +41,7 @@ from specnb.lm.rollback import (
 from specnb.machine import available_cores, require_memory, thread_counts
 
 DEPTH = 16
-"""Default number of planes (state snapshots). With about 20, llama.cpp aborts for LFM2."""
+"""Default number of planes (state snapshots). With 20, llama.cpp's graph is too small for LFM2."""
 
 PARTIAL_ONLY = 1
 """LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""

@@ -358,8 +358,7 @@ def plan(
     """Return the attention calls, and the index of each query `(pad + n, H)` in their outputs.
 
     Padding repeats the first token. The number of keys depends on the token, not on the block: sums
-    over 192 and over 256 keys have different orders. Example of a tree with four nodes, as two
-    calls:
+    over 192 and over 256 keys have different orders. Example, a tree of four nodes:
 
     parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
     """

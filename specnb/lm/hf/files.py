@@ -185,7 +185,7 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
-    """Return `n_ctx`; for 0, the model's limit or 4096. Raises InputError above the limit."""
+    """Return `n_ctx`; for 0, the model's limit up to 4096. Raises InputError above the limit."""
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = most or max(n_ctx, DEFAULT_N_CTX)
     if n_ctx > most:
