@@ -388,11 +388,9 @@ class RewindableModel(LanguageModel):
                         undo.pop_all()
                         return
                     refused.append(f"{name} does not restore the earlier state")
-                except (InputError, MemoryShortError) as error:
-                    if kind != AUTO:
+                except Exception as error:  # also of an unknown family, or a new engine release
+                    if kind != AUTO and isinstance(error, InputError | MemoryShortError):
                         raise
-                    refused.append(str(error))
-                except Exception as error:  # an unknown family, or another release of the engine
                     refused.append(f"{name} fails: {error}")
             self.reset()
         reasons = "; ".join(refused)

@@ -209,8 +209,7 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
     out = (api.llama_token * size)()
     n = api.llama_tokenize(api.llama_model_get_vocab(model), raw, len(raw), out, size, special, special)
     if n < 0:
-        needed = f"it needs {-n} tokens, expected at most {size}"
-        raise InputError(f"llama.cpp cannot tokenize this text of {len(raw)} bytes: {needed}")
+        raise InputError(f"got a text of {size - 8} bytes that needs {-n} tokens: pass token ids")
     return list(out[:n])
 
 

@@ -79,8 +79,7 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not torch.is_inference_mode_enabled() or x.numel() > MAX_ROWS * x.shape[-1]:
             return super().forward(x)
-        if self.product is None:
-            self.product = Product(self, packed=True)
+        self.product = self.product or Product(self, packed=True)
         return self.product(x)
 
     def __getstate__(self) -> dict:

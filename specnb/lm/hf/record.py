@@ -135,12 +135,10 @@ class ActivationRecorder(TorchRecorder):
                 step = (DELTA_RULES | SCANS)[block]
                 functions = inspect.unwrap(type(mixer).forward).__globals__
                 wrap = self._wrap_delta if block in DELTA_RULES else self._wrap_scan
-                _rebind(mixer, wrap(index, block, step, functions))
+                wrapped = wrap(index, functions[block], functions[step])
+                _rebind(mixer, dict(zip((block, step), wrapped, strict=True)))
 
-    def _wrap_delta(self, index: int, block: str, step: str, functions: Mapping) -> Mapping:
-        run_block = functions[block]
-        run_step = functions[step]
-
+    def _wrap_delta(self, index: int, run_block: Callable, run_step: Callable) -> list[Callable]:
         def recorded(query, key, value, g, beta, initial_state=None, **options):
             self._record(index, DeltaInputs(key, value, g, beta))
             self._options[index] = {"use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)}
@@ -153,12 +151,9 @@ class ActivationRecorder(TorchRecorder):
             return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
 
         self._replays[index] = replay
-        return {block: recorded, step: recorded}
+        return [recorded, recorded]
 
-    def _wrap_scan(self, index: int, block: str, step: str, functions: Mapping) -> Mapping:
-        run_block = functions[block]
-        run_step = functions[step]
-
+    def _wrap_scan(self, index: int, run_block: Callable, run_step: Callable) -> list[Callable]:
         def recorded_block(x, dt, A, B, C, **options):
             self._record(index, ScanInputs(x, dt, B))
             self._options[index] = options | {"A": A}
@@ -174,7 +169,7 @@ class ActivationRecorder(TorchRecorder):
             return run_block(inputs.x, inputs.dt, B=inputs.B, C=inputs.B, **options)[1]
 
         self._replays[index] = replay
-        return {block: recorded_block, step: recorded_step}
+        return [recorded_block, recorded_step]
 
     def _record(self, index: int, inputs: Inputs) -> None:
         if self.recording:
