@@ -368,7 +368,8 @@ class RewindableModel(LanguageModel):
         memory is short. Raises InputError (not for this model), MemoryShortError, LoadError (a
         probe found it inexact).
         """
-        engine, reason = self._engine, self.caps.rewind_reason
+        engine = self._engine
+        reason = self.caps.rewind_reason
         if kind == AUTO and not reason:
             self.rollback = Rollback(engine)
             return

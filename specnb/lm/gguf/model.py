@@ -127,7 +127,8 @@ class GgufModel(RewindableModel):
         self.name = name
         self.vocab = binding.read_vocabulary(model)
         self.caps = caps
-        self._model, self._context = model, context
+        self._model = model
+        self._context = context
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
         # a notebook cell that runs again drops its model without closing it
         self._free = weakref.finalize(self, _free, context, model)

@@ -29,8 +29,10 @@ OUTPUTS = 16
 """The kernel needs a multiple of this number of outputs."""
 PACKED_AT_ONCE = 1 << 24
 """Weights to pack at once, which bounds the memory; blocks of 64 outputs are not divided."""
-PROBED, PROBED_SIZE, REPEATS = 24, 1536, 5
-"""Number of products that `is_fastest` times (float32: 226 MB, int4: 35 MB), size, and repeats."""
+PROBED = 24
+"""Number of products that `is_fastest` times (float32: 226 MB, int4: 35 MB)."""
+PROBED_SIZE = 1536
+REPEATS = 5
 SERIAL = 32768
 """torch splits larger elementwise operators between threads (`at::internal::GRAIN_SIZE`)."""
 
