@@ -131,7 +131,7 @@ def sheet(name: str) -> dict[str, Any]:
     cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
     facts |= {
         "size_bytes": weights_bytes(spec),
-        "weights": files.trace_weights(name),
+        "weights": files.weights_origin(name),
         "strategies": ["crop"] if crops else [*spec.engine.preferred],
         "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
         "heads": [head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base],

@@ -1,4 +1,4 @@
-"""Who computes logits: models opened by name, in torch (`hf`) or llama.cpp (`gguf`), their vocabulary and their state.
+"""Models that compute logits, opened by name, in torch (`hf`) or llama.cpp (`gguf`).
 
-It knows nothing of drafting: a model is fed tokens, gives rows of logits, and goes back.
+Nothing here depends on drafting: a model takes tokens, returns rows of logits, and rolls back.
 """

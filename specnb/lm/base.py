@@ -1,6 +1,7 @@
-"""The one interface that decoding sees: tokens in, logits out, and an exact way back.
+"""The model interface that decoding uses: tokens in, logits out, and an exact rollback.
 
-A `LanguageModel` is a state (the tokens it was fed) and a forward. It knows nothing of drafting or sampling.
+A `LanguageModel` has a state (the tokens processed so far) and a forward pass. It has no notion of
+drafting or sampling.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,25 +17,26 @@ from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
 Exact = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
-"""An option of both engines: whether a token is to have the same bits in forwards of every width."""
+"""An option of both engines: whether a token's logits must be bit-identical at every width."""
 DEFAULT_N_CTX = 4096
-"""Tokens of context at most, unless more are asked for."""
+"""Largest default context, in tokens."""
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
-    """Return the bytes of the key and value cache of an attention model for `n_ctx` positions."""
+    """Return the size in bytes of an attention model's KV cache for `n_ctx` positions."""
     return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Abilities of an engine with a model, so that callers need not ask for its class.
+    """Capabilities of an engine with a model, so that callers need not check its class.
 
-    `rewind` says how the state goes back, any number of tokens (a strategy of `lm.rollback`), and `rewind_reason` why
-    it is not by dropping entries. `max_width` is the widest single forward, `n_ctx` the most tokens the state holds.
-    `lossless_dtype` is True where widths 1 and n differ by float32 rounding only, and up to `same_bits_up_to` tokens
-    they do not differ at all (0: they do from two on). `trees` says whether the model is a `TreeModel` and can be used
-    as one, `trees_reason` why not. `details` are the engine's settings, for the record.
+    `rewind` names the rollback strategy (see `lm.rollback`), and `rewind_reason` says why entries
+    cannot simply be dropped. `max_width` is the widest single forward pass, and `n_ctx` the most
+    tokens that the state can hold. `lossless_dtype` is True if passes over 1 and over n tokens
+    differ by float32 rounding only; up to `same_bits_up_to` tokens they are bit-identical (0: at no
+    width). `trees` says whether the model can be used as a `TreeModel`, and `trees_reason` why not.
+    `details` are the engine's settings, for the run record.
     """
 
     engine: str
@@ -52,7 +54,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """Say how far greedy speculative decoding equals plain decoding here, as `probe.certify` found."""
+        """How far greedy speculative decoding equals plain decoding, as `probe.certify` found."""
         counts = self.details.get("thread_counts", [self.details.get("threads", 1)])
         threads = f"{' or '.join(map(str, counts))} threads"
         if self.details.get("threads_change") == "between texts":
@@ -68,123 +70,119 @@ class Capabilities:
 
 @runtime_checkable
 class LanguageModel(Protocol):
-    """Logits of a causal language model over a state of `n_past` tokens."""
+    """A causal language model with a state of `n_past` tokens."""
 
     name: str
     vocab: Vocabulary
     caps: Capabilities
     unsettled: Tree | None = None
-    """The tree of the last `forward_tree`, whose nodes the state ends with, until `keep_path` (see `TreeModel`)."""
+    """The tree of the last `forward_tree`, whose nodes end the state, until `keep_path`."""
 
     @property
     def n_past(self) -> int: ...
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        """Append `ids` to the state; return float32 logits `(n_logits, vocab)` of the last `n_logits` ids.
+        """Append `ids` to the state; return the last logits, `(n_logits, vocab)` float32.
 
-        `n_logits` None means every id; 0 computes no logits (prefill). The returned array is the caller's.
-        Raises InputError (unknown id, empty ids), CapacityError (state would exceed n_ctx).
+        None returns logits for every id; 0 computes no logits (prefill). The caller owns the array.
+        Raises InputError (unknown id, empty ids), CapacityError (the state would exceed n_ctx).
         """
 
     def rewind(self, n: int) -> None:
-        """Forget the last `n` tokens, exactly: afterwards the model is as if it never had them.
+        """Remove the last `n` tokens, exactly: the state is as if they had never been processed.
 
-        Raises RewindError, changing nothing, where the state does not hold as many.
+        Raises RewindError, and changes nothing, if the state holds fewer tokens.
         """
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Clear the state."""
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Token ids of `text`; `special` recognises control tokens written in it and adds BOS where the model does."""
+        """Return the token ids of `text`; `special` parses control tokens and adds BOS."""
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module whose output is NaN or Inf when `ids` are fed; "" when the engine cannot tell."""
+        """Return the first module whose output on `ids` is NaN or Inf; "" if unknown."""
         return ""
 
     def close(self) -> None:
-        """Free the memory; the model cannot be used afterwards."""
+        """Free the memory. The model cannot be used afterwards."""
 
 
 @runtime_checkable
 class TreeModel(LanguageModel, Protocol):
-    """A model that computes a whole tree of drafted tokens in one forward; whether it can, `caps.trees` says.
+    """A model that computes a tree of draft tokens in one forward pass, if `caps.trees` is True.
 
-    Between `forward_tree` and `keep_path` the state is the text and all nodes: `n_past` counts them, and `forward`,
-    `rewind` and another `forward_tree` raise StateError. `reset` forgets them with everything else.
+    Between `forward_tree` and `keep_path` the state holds the text and all nodes: `n_past` counts
+    them, and `forward`, `rewind` and `forward_tree` raise StateError. `reset` clears them as well.
     """
 
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
-        """Append the nodes of `tree`, token `ids[i]` for node i; return their float32 logits `(len(ids), vocab)`.
+        """Append the nodes of `tree`, token `ids[i]` at node i; return `(len(ids), vocab)` float32.
 
-        Each node sees the text and its ancestors only, and stands where it would if its path alone were fed: at
-        `n_past + tree.depths[i]`. Raises InputError (unknown id, another number of ids than nodes, an engine or a
-        model without trees), CapacityError (state would exceed n_ctx), StateError (the last tree is not settled).
+        A node attends to the text and its ancestors only, at position `n_past + tree.depths[i]`, as
+        in a pass over its path. Raises InputError (unknown id, unequal numbers of ids and nodes, no
+        tree support), CapacityError (the state would exceed n_ctx), StateError (unsettled tree).
         """
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        """Settle the last `forward_tree`: keep these of its nodes, from a root down or none, and forget the others.
+        """Settle the last `forward_tree`: keep a path of nodes from a root, or none; drop the rest.
 
-        Afterwards the model is as if the kept tokens alone had been fed. Raises InputError, changing nothing, for
-        nodes that are no such path, and StateError where no tree is to be settled.
+        Afterwards the state is as if only these tokens had been processed. Raises StateError if
+        there is no tree, and InputError, changing nothing, if `nodes` are not such a path.
         """
 
 
 def check_settled(model: LanguageModel) -> None:
-    """Refuse what would build on a state that still holds a tree."""
+    """Raise StateError if the state still holds a tree."""
     if (tree := model.unsettled) is not None:
-        raise StateError(f"{model.name} holds {len(tree)} nodes of a tree: call keep_path ([] for none) or reset first")
+        state = f"{model.name} holds {len(tree)} nodes of a tree"
+        raise StateError(f"{state}: call keep_path ([] for none) or reset first")
 
 
 def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
-    """Validate the arguments of `forward_tree` before an engine sees them."""
+    """Validate the arguments of `forward_tree`. Raises as it does."""
     if not model.caps.trees:
         raise InputError(f"{model.name} cannot compute trees: {model.caps.trees_reason}")
     check_forward(model, ids, None)
     if len(ids) != len(tree):
-        raise InputError(f"forward_tree of {model.name} got {len(ids)} ids for a tree of {len(tree)} nodes: one each")
-
-
-def check_held(model: LanguageModel, position: int, start: int, n: int) -> int:
-    """Return the row of the token at `position` among the hidden states of `n` tokens, the first of them at `start`.
-
-    Raises StateError where the last forward did not compute this position, and where it was taken back since.
-    """
-    if not start <= position < min(start + n, model.n_past):
-        place = f"position {position} of {model.name}, whose state has {model.n_past} tokens"
-        raise StateError(f"no hidden state is held for {place}: feed it again")
-    return position - start
+        sizes = f"{len(ids)} ids for a tree of {len(tree)} nodes"
+        raise InputError(f"forward_tree of {model.name} got {sizes}: pass one id per node")
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
-    """Return the nodes as a list; refuse them unless they lead from the committed text down the tree fed last."""
+    """Return `nodes` as a list if they are a path of the last tree. Raises as `keep_path` does."""
     if (tree := model.unsettled) is None:
-        raise StateError(f"keep_path of {model.name} settles a forward_tree, and there is none to settle")
+        reason = "needs a tree, and there is none to settle: call forward_tree first"
+        raise StateError(f"keep_path of {model.name} {reason}")
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        raise InputError(f"nodes {path!r:.80} are no path of the last tree of {model.name}, from a root down")
+        expected = f"expected a path from a root of the last tree of {model.name}"
+        raise InputError(f"got nodes {path!r:.80}, {expected}")
     return path
 
 
 def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None) -> int:
-    """Validate the arguments of `forward`; returns the number of logits rows. The engines would abort the process."""
+    """Validate the arguments of `forward`, since engines may abort; return the number of rows."""
     check_settled(model)
     array = np.asarray(ids)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        raise InputError(f"forward of {model.name} takes a flat list of at least one token id, got {ids!r:.80}")
+        expected = "expected a flat list of at least one token id"
+        raise InputError(f"forward of {model.name} got {ids!r:.80}, {expected}")
     if (bad := array[(array < 0) | (array >= model.vocab.size)]).size:
-        raise InputError(f"token id {bad[0]} is outside the vocabulary of {model.name} (0..{model.vocab.size - 1})")
+        valid = f"the vocabulary of {model.name} (0..{model.vocab.size - 1})"
+        raise InputError(f"token id {bad[0]} is outside {valid}")
     if model.n_past + len(ids) > model.caps.n_ctx:
-        full = f"{model.name} holds {model.caps.n_ctx} tokens: {model.n_past} and {len(ids)} more do not fit"
+        limit = f"the context of {model.name} holds {model.caps.n_ctx} tokens"
+        full = f"{limit}: {model.n_past} and {len(ids)} more do not fit"
         raise CapacityError(f"{full}; load it with a larger n_ctx, or shorten the prompt")
     rows = len(ids) if n_logits is None else n_logits
     if not 0 <= rows <= len(ids):
-        raise InputError(f"n_logits is {n_logits}, but {len(ids)} ids are fed: 0..{len(ids)} rows can be asked for")
+        raise InputError(f"got n_logits={n_logits}, expected 0 to {len(ids)} (the number of ids)")
     return rows
 
 
 def check_rewind(model: LanguageModel, n: int) -> None:
-    """Refuse a rewind of more tokens than the state holds."""
+    """Raise RewindError if the state holds fewer than `n` tokens."""
     check_settled(model)
     if not isinstance(n, Integral) or not 0 <= n <= model.n_past:
         raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}")

@@ -1,4 +1,4 @@
-"""Chat templates: messages to the text that a chat model was trained on. One renderer for both engines."""
+"""Chat templates: convert messages to the text format of a chat model, for both engines."""
 
 import sys
 import time
@@ -8,14 +8,15 @@ from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 MAX_S = 5
-"""Seconds of CPU time that a template may take; those of models take milliseconds."""
+"""Most seconds of CPU time for a template; those of models take milliseconds."""
 
 
 def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
-    """Return the text to encode for `messages` (role and content), ending where the assistant's answer begins.
+    """Return the text of `messages` (role and content) up to the start of the assistant's answer.
 
-    A template comes with a downloaded model: it runs in transformers' sandbox. Raises InputError when the model has
-    no chat template, and when the template fails, refuses the messages or takes more than MAX_S.
+    A template is part of a downloaded model, so it runs in transformers' sandbox. Raises InputError
+    if the model has no chat template, and if the template fails, rejects the messages or exceeds
+    MAX_S.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -27,9 +28,9 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     end = time.thread_time() + MAX_S
 
     def check(frame, *_event):
-        """Python calls it in this thread alone, at each call and each line of a template.
+        """Trace function: Python calls it in this thread at each call and each line of a template.
 
-        An operation that does not come back to Python, such as `9 ** 9 ** 9`, is not ended.
+        A single long operation, such as `9 ** 9 ** 9`, is not interrupted.
         """
         if time.thread_time() > end:
             raise TimeoutError(f"it takes more than {MAX_S} s")
@@ -39,7 +40,7 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     try:
         sys.settrace(check)
         return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
-    except Exception as error:  # a template is a program: it may divide by zero or recurse without end
+    except Exception as error:  # a template is a program: it may divide by zero or recurse
         reason = f"cannot be rendered ({str(error) or type(error).__name__})"
         raise InputError(f"the chat template of this model {reason}: pass plain text") from error
     finally:

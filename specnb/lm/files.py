@@ -1,17 +1,17 @@
-"""From the name a user writes to the file or folder that an engine opens: fetched or requantised once.
+"""Resolve a model name to the file or folder that an engine opens; download or requantize it once.
 
 smollm2-135m                        zoo (zoo.toml), in llama.cpp as shipped
-smollm2-135m:f16                    zoo, requantised here
-smollm2-135m?backend=hf             zoo, in torch; a 4-bit file with int4 products where they are fastest (dtype=auto)
-smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantized into torch
+smollm2-135m:f16                    zoo, requantized on this machine
+smollm2-135m?backend=hf             zoo, in torch; 4-bit files in int4 if fastest (dtype=auto)
+smollm2-135m?backend=hf&dtype=bfloat16   zoo, dequantized, in torch
 model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
-hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub by its type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
-./folder?backend=llama&weights=f32  the GGUF next to the folder, folder.f16.gguf, or its float32 copy, in llama.cpp
-tiny-hybrid                         a model that comes with the checkout (a folder in data/models, and its GGUF)
+hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub, by type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
+./folder?backend=llama&weights=f32  folder.f16.gguf next to it, or a float32 copy, in llama.cpp
+tiny-hybrid                         a model of the checkout (a folder in data/models, and its GGUF)
 
-Weights that the zoo's shipped file rounded stay rounded: `:f16` holds what Q4_1 holds, not the original training
-weights, and so does the model in torch.
+Requantizing does not undo the rounding of the shipped file: `:f16` and the model in torch have the
+weights of the Q4_1 file, not the original training weights.
 """
 
 import inspect
@@ -34,15 +34,15 @@ from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
 WIDE = ("f32", "f16", "bf16")
-"""Types of copies that hold the shipped weights, dequantised."""
+"""Types of copies that store the shipped weights dequantized."""
 WIDTHS = {"float32": 4, "f32": 4}
-"""Bytes of a value; two in the other types."""
+"""Bytes per value; 2 in all other types."""
 
 
 class ModelSpec(NamedTuple):
-    """A parsed model name: where it is (`zoo`, `gguf`, `hub` or `hf`), which engine opens it, and the engine's options.
+    """A parsed model name: its place (`zoo`, `gguf`, `hub` or `hf`), engine and options.
 
-    `text` is the name with all options that were given, however they were given; `dtype=auto` is resolved.
+    `text` is the name with all options, also those from keywords; `dtype=auto` is resolved.
     """
 
     text: str
@@ -53,30 +53,34 @@ class ModelSpec(NamedTuple):
 
     @property
     def engine(self) -> type:
-        """The class that opens it; imported when it is asked for, so that each engine works without the other."""
+        """The class that opens the model; imported on use: each engine works without the other."""
         return resolve(ENGINES[self.backend])
 
     @property
     def keeps_blocks(self) -> bool:
-        """Whether the engine opens a GGUF as it is, without dequantizing it."""
+        """Whether the engine uses the blocks of a GGUF directly, without dequantizing them."""
         return self.backend == "llama" or self.options.get("dtype") == "int4"
 
 
 def parse(name: str, **options: Any) -> ModelSpec:
-    """Split `NAME?option=value&…`; keyword options win over those in the name. Opens no model.
+    """Split `NAME?option=value&…`; keyword options override those in the name. Opens no model.
 
-    Raises InputError for unknown backends and for names that are neither zoo, file, folder nor hub id.
+    Raises InputError for unknown backends, and for names that are not a zoo name, file, folder or
+    hub id.
     """
     source, _, query = str(name).partition("?")
     try:
         options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) | options
     except ValueError as error:
-        raise InputError(f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512") from error
-    where, chosen = _where(source), options.pop("backend", None)
+        example = "write NAME?backend=hf&n_ctx=512"
+        raise InputError(f"cannot read the options {query!r} of {name!r}; {example}") from error
+    where = _where(source)
+    chosen = options.pop("backend", None)
     backend = chosen or ("hf" if where == "hf" else "llama")
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
-        raise InputError(f"{name!r} is on a hub, and llama.cpp opens GGUFs: name a type of it, {source}:Q4_K_M")
+        remedy = f"add the type of the file, {source}:Q4_K_M"
+        raise InputError(f"{name!r} is on a hub, expected a GGUF for llama.cpp: {remedy}")
     keys = list(options)
     if backend == "hf":
         four_bits = is_four_bits(source, where)
@@ -84,10 +88,13 @@ def parse(name: str, **options: Any) -> ModelSpec:
             options["dtype"] = choose_dtype(options.get("device", "cpu"), four_bits=four_bits)
     extra = ({"backend": backend} if chosen else {}) | {key: options[key] for key in keys}
     text = f"{source}?{urlencode(extra)}" if extra else source
-    return ModelSpec(text, where, source if where == "hub" else source.removeprefix("hf:"), backend, options)
+    if where != "hub":
+        source = source.removeprefix("hf:")
+    return ModelSpec(text, where, source, backend, options)
 
 
 def _where(source: str) -> str:
+    """Return the kind of source that a name means, see `ModelSpec`."""
     path = expand_home(source.removeprefix("hf:"))
     if not is_zoo_name(source):
         if HUB_GGUF.fullmatch(source):
@@ -97,21 +104,22 @@ def _where(source: str) -> str:
         on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
         if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
             return "hf"
-        if os.path.isfile(path):  # noqa: PTH113 - False for a name too long, too
-            raise InputError(f"{source} is a file, but no .gguf: give one, or the folder of a transformers model")
+        if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
+            expected = "expected a .gguf file or the folder of a transformers model"
+            raise InputError(f"got the file {source}, {expected}")
         if "/" in source or "\\" in source:
-            bare = re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source)
-            hint = f"did you mean hf:{source}?" if bare else "a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+            hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+            if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
+                hint = f"did you mean hf:{source}?"
             raise InputError(f"no such folder: {source}: {hint}")
-    find_entry(source)  # raises with the names that are close
+    find_entry(source)  # raises InputError with similar names
     return "zoo"
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
-    """Return the type that `dtype=auto` stands for in torch.
+    """Return torch's type for `dtype=auto`: int4 for 4-bit files if fastest, else `auto_dtype`.
 
-    That is int4 for a 4-bit file if this CPU multiplies it fastest, else `auto_dtype`. The first
-    time on a CPU, `lm.hf.int4.is_fastest` measures that for half a second.
+    The first call on a CPU measures that for half a second (`lm.hf.int4.is_fastest`).
     """
     wide = auto_dtype(device)
     if device == "cpu" and four_bits:
@@ -122,7 +130,7 @@ def choose_dtype(device: str, *, four_bits: bool) -> str:
 
 
 def is_four_bits(source: str, where: str) -> bool:
-    """Tell whether a name means a GGUF of 4 bits a weight: by the type in the zoo, or in the file's name.
+    """Return whether a name means a 4-bit GGUF, by its type in the zoo or in the file name.
 
     >>> is_four_bits("smollm2-135m", "zoo"), is_four_bits("m-Q4_K_M.gguf", "gguf"), is_four_bits("m.F16.gguf", "gguf")
     (True, True, False)
@@ -135,22 +143,23 @@ def is_four_bits(source: str, where: str) -> bool:
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return the options as the engine's `open` annotates them; values from a name arrive as text.
+    """Return the options converted to the types of the engine's `open`; in a name they are strings.
 
-    Raises InputError for an option that it has not, and for a value out of range.
+    Raises InputError for an unknown option, and for a value out of range.
     """
     parameters = inspect.signature(spec.engine.open).parameters.values()
-    fields = {p.name: (p.annotation, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"}
-    # read by `local_file`, not by the engine
-    other = {"hf": "weights", "hub": "revision"}.get(spec.where) if spec.backend == "llama" else None
-    options = {key: value for key, value in spec.options.items() if key != other}
+    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"]
+    fields = {p.name: (p.annotation, p.default) for p in keywords}
+    options = dict(spec.options)
+    if spec.backend == "llama":  # these are options of `local_file`, not of the engine
+        options.pop({"hf": "weights", "hub": "revision"}.get(spec.where, ""), None)
     for key in options:
         require_known(f"option of {spec.text}", key, ("backend", *fields))
     return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return `path` with the home folder for ~; that of an unknown user stays as it is."""
+    """Return `path` with ~ expanded; the ~ of an unknown user remains."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for it
 
 
@@ -159,7 +168,7 @@ def expand_home(path: str | Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class ZooEntry(PinnedFile):
-    """One model of zoo.toml, whose head says what the fields mean."""
+    """One model of zoo.toml, which documents the fields."""
 
     name: str
     shipped_type: str
@@ -169,11 +178,11 @@ class ZooEntry(PinnedFile):
     vocabulary: str = "smollm2"
 
     def n_bytes(self, kind: str | None) -> int:
-        """Return the size of the copy of this type, None for the file as shipped."""
+        """Return the size of the copy of this type, or of the shipped file for None."""
         return self.member_bytes if kind is None else self.derived_bytes[kind]
 
     def file(self, kind: str | None) -> Path:
-        """Return where the copy of this type lies or will lie, None for the file as shipped."""
+        """Return the path of the copy of this type, or of the shipped file for None."""
         if self.revision and kind is None:
             return hub_folder(self.source.removeprefix("hf:"), self.revision) / self.member
         name = Path(self.member).name if kind is None else f"{self.name}.{kind.upper()}.gguf"
@@ -186,14 +195,14 @@ ENTRIES = {
 
 
 def is_zoo_name(text: str) -> bool:
-    """Tell whether `text` names a model of the zoo; the type after a colon is for `find_entry` to judge."""
+    """Return whether `text` names a model of the zoo; `find_entry` checks a type after a colon."""
     return text.partition(":")[0].lower() in ENTRIES
 
 
 def find_entry(name: str) -> tuple[ZooEntry, str | None]:
-    """Return the entry and the type of the copy, None for the file as shipped (also when its type is spelled out).
+    """Return the entry and the type of the copy, None for the shipped file and its type.
 
-    Raises InputError with the nearest names and the whole list.
+    Raises InputError with similar names and the list of all names.
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
@@ -206,13 +215,13 @@ def find_entry(name: str) -> tuple[ZooEntry, str | None]:
 
 
 def without_wide_type(name: str) -> str:
-    """Return the name of the fewest bits that hold a copy's weights: that of the shipped file for types of WIDE."""
+    """Return the smallest file with the weights of `name`: the shipped one for types of WIDE."""
     entry, kind = find_entry(name)
     return entry.name if kind in (None, *WIDE) else f"{entry.name}:{kind}"
 
 
-def trace_weights(name: str) -> str | None:
-    """Return where the weights of a model come from and how far rounding moves its logits; None where unknown."""
+def weights_origin(name: str) -> str | None:
+    """Return the origin of a model's weights and the KL divergence by rounding; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
         rounded = "dtype=int4" in name and not source.endswith(".gguf")
@@ -222,14 +231,14 @@ def trace_weights(name: str) -> str | None:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
     spec = parse(name)
     engine = spec.options.get("dtype") if spec.backend == "hf" else "llama.cpp"
-    if "coarse" in spec.options:
-        engine = "coarse int4"
-    kl = f"; KL from its float32 form in {engine}: {entry.kl[engine]}" if engine in entry.kl else ""
-    return f"of the shipped {entry.shipped_type} file{kl}"
+    origin = f"of the shipped {entry.shipped_type} file"
+    if engine not in entry.kl or "coarse" in spec.options:
+        return origin
+    return f"{origin}; KL from its float32 form in {engine}: {entry.kl[engine]}"
 
 
 def zoo_file(name: str) -> Path:
-    """Return the local GGUF file of a zoo name, fetched and requantised first where it is not there.
+    """Return the local GGUF file of a zoo name; download and requantize it if it is missing.
 
     Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
     """
@@ -247,22 +256,22 @@ def zoo_file(name: str) -> Path:
 
 
 def embedded_root() -> Path:
-    """Return where the embedded models lie, one folder each. Raises InputError for the package without its checkout."""
+    """Return the folder of the embedded models. Raises InputError if the checkout is missing."""
     return project_dir() / "data" / "models"
 
 
 def embedded_names() -> tuple[str, ...]:
-    """Return every embedded model, as `specnb.load` takes it."""
+    """Return the names of all embedded models."""
     return tuple(sorted(config.parent.name for config in embedded_root().glob("*/config.json")))
 
 
 def local_folder(name: str) -> Path:
-    """Return the folder that a name means: of an embedded model, else the path itself, which need not be there."""
+    """Return the folder of an embedded model, or the path `name`, which need not exist."""
     return embedded_root() / name if name in embedded_names() else expand_home(name)
 
 
 def find_file(source: str) -> Path:
-    """Return the path of a file that must be there; InputError where it is not."""
+    """Return the path of a file. Raises InputError if it does not exist."""
     if not (file := expand_home(source)).is_file():
         raise InputError(f"no such model file: {source}")
     return file
@@ -272,18 +281,18 @@ def find_file(source: str) -> Path:
 
 
 def prepare(spec: ModelSpec) -> Path:
-    """Return what the engine opens: for llama.cpp a GGUF, for torch a folder or, as a path, a hub id."""
+    """Return what the engine opens: a GGUF for llama.cpp, a folder or a hub id for torch."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
     if spec.keeps_blocks:
         return file
-    from specnb.lm.hf.files import dequantise_once
+    from specnb.lm.hf.files import dequantize_once
 
-    return dequantise_once(file)
+    return dequantize_once(file)
 
 
 def local_file(spec: ModelSpec) -> Path | None:
-    """Return the GGUF of a name, fetched or derived if need be; None for a transformers model in torch.
+    """Return the GGUF of a name, downloaded or requantized if needed; None for transformers models.
 
     Raises as `zoo_file`, `from_hub`, `find_file` and `folder_gguf` do.
     """
@@ -300,13 +309,14 @@ def local_file(spec: ModelSpec) -> Path | None:
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of a model's weights once it is opened, as its name and files tell; 0 for a model on a hub.
+    """Return the bytes of an opened model's weights, from name and files; 0 for a hub id.
 
-    A GGUF opened in torch counts as its file, though it may become larger.
+    A GGUF in torch counts with the size of its file, although it may become larger.
     """
     if spec.where in ("gguf", "hub"):
         return sum(map(size_of, gguf_parts(local_file(spec))))
-    width = WIDTHS.get(spec.options.get(*(("dtype", "float32") if spec.backend == "hf" else ("weights", "f16"))), 2)
+    option, default = ("dtype", "float32") if spec.backend == "hf" else ("weights", "f16")
+    width = WIDTHS.get(spec.options.get(option, default), 2)
     if spec.where == "zoo":
         entry, kind = find_entry(spec.source)
         return entry.n_bytes(kind) if spec.keeps_blocks else entry.parameters * width
@@ -318,9 +328,9 @@ def weights_bytes(spec: ModelSpec) -> int:
 
 
 def name_copy(name: str, kind: str) -> str:
-    """Return the name of a copy of a GGUF with weights of `kind` (`gguf.binding.FILE_TYPES`), made if need be.
+    """Return the name of a copy of a GGUF with weights of `kind` (see `gguf.binding.FILE_TYPES`).
 
-    Raises LoadError or FetchError where no copy can be written.
+    Creates the copy if needed. Raises LoadError or FetchError if it cannot be written.
     """
     spec = parse(name)
     if spec.where == "zoo" and (entry := find_entry(spec.source)[0]).derived_bytes:
@@ -338,25 +348,27 @@ def copy_once(file: Path, kind: str) -> Path:
 def folder_gguf(folder: Path, kind: str) -> Path:
     """Return the GGUF next to a transformers folder, NAME.f16.gguf, or its float32 copy.
 
-    Raises InputError for a folder without one, and for a `kind` other than f16 and f32.
+    Raises InputError if it does not exist, and if `kind` is not f16 or f32.
     """
     require_known("type of weights", kind, ("f16", "f32"))
     folder = folder.resolve()
     file = folder.with_name(f"{folder.name}.f16.gguf")
     if not file.is_file():
-        tools = "llama.cpp's convert_hf_to_gguf.py, or in a checkout of specnb with python -m data.models.convert"
-        raise InputError(f"got the folder {folder}, expected a GGUF for llama.cpp: convert it to {file} with {tools}")
+        got = f"got the folder {folder}, expected a GGUF for llama.cpp: convert it to {file}"
+        tool = "llama.cpp's convert_hf_to_gguf.py"
+        raise InputError(f"{got} with {tool}, or in a checkout with python -m data.models.convert")
     return file if kind == "f16" else copy_once(file, kind)
 
 
-# ---- what there is
+# ---- list of models
 
 
 @dataclass(frozen=True)
 class ZooStatus:
-    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the pinned or expected one.
+    """A row of `specnb models`. `n_bytes` is the size on disk if `present`, else the expected size.
 
-    Of a model that is known by published facts alone, `n_bytes` and `path` are None, and `parameters` tells its size.
+    For a model known only from published facts, `n_bytes` and `path` are None and `parameters` is
+    set.
     """
 
     name: str
@@ -370,15 +382,22 @@ class ZooStatus:
 
 
 def status() -> list[ZooStatus]:
-    """List every name of the zoo, copies included, and of the checkout; reads no model, fetches nothing."""
+    """List the zoo, including copies, and the checkout; opens and downloads nothing."""
     rows = []
     for entry in ENTRIES.values():
         for kind in (None, *entry.derived_bytes):
-            file, n_bytes = entry.file(kind), entry.n_bytes(kind)
-            present = file.is_file() if kind else size_of(file) == n_bytes
-            source = f"{'de' if kind in WIDE else 're'}quantised from {entry.name}" if kind else entry.source
-            name = f"{entry.name}:{kind}" if kind else entry.name
-            rows.append(ZooStatus(name, source, entry.licence, size_of(file) if present else n_bytes, present, file))
+            file = entry.file(kind)
+            n_bytes = entry.n_bytes(kind)
+            if kind is None:
+                name = entry.name
+                source = entry.source
+                present = size_of(file) == n_bytes
+            else:
+                name = f"{entry.name}:{kind}"
+                source = f"{'de' if kind in WIDE else 're'}quantized from {entry.name}"
+                present = file.is_file()
+            size = size_of(file) if present else n_bytes
+            rows.append(ZooStatus(name, source, entry.licence, size, present, file))
     for name in embedded_names():
         folder = local_folder(name)
         size = sum(map(size_of, folder.iterdir()))

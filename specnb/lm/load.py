@@ -1,4 +1,4 @@
-"""From a parsed name to an opened model, and what can be refused before weights are read."""
+"""Open a model by name, and check names and memory before any weights are read."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,9 +12,9 @@ from specnb.registry import DRAFTERS
 
 
 def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
-    """Open a model by name (see `lm.files`); `options` go to the engine's `open`.
+    """Open a model by name (see `lm.files`); `options` are passed to the engine's `open`.
 
-    Raises InputError (name, option), FetchError (zoo file not to be had), LoadError, MemoryShortError.
+    Raises InputError (name, option), FetchError (the download failed), LoadError, MemoryShortError.
 
     >>> model = load("tiny-hybrid-draft", n_ctx=64)
     >>> model.forward(model.encode("def f")).shape == (len(model.encode("def f")), model.vocab.size)
@@ -25,7 +25,7 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
 
 
 def checked_name(name: str) -> None:
-    """Parse, and refuse what `load` would before it reads weights: an option, a file that is not there."""
+    """Check a name as `load` does, and that the file exists, but read no weights."""
     spec = parse(name)
     if spec.where == "gguf":
         find_file(spec.source)
@@ -33,25 +33,25 @@ def checked_name(name: str) -> None:
 
 
 def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str | None, str | None]:
-    """Return the name of the draft model, or None and the reason where it does not fit into memory beside the target.
+    """Return `draft`, or None and the reason if target and draft do not fit in memory together.
 
-    Asked before either is loaded, for the file pages of an open model look as if they were free. Counted are weights
-    and a margin on the devices that the names give; a state is checked when its model is opened. Drafters that are no
-    models pass. With `strict` MemoryShortError is raised instead.
+    Call it before either is loaded: the mapped file pages of an open model count as free memory. It
+    counts weights and a margin on each named device; the state is checked when a model is opened.
+    Drafters without a model always fit. With `strict`, raises MemoryShortError instead.
     """
     if draft in DRAFTERS:
         return draft, None
     weights = Counter()
     try:
         for spec in (parse(target), parse(draft)):
-            if not int(spec.options.get("gpu_layers", 0)):  # what part llama.cpp puts where is for it to know
+            if not int(spec.options.get("gpu_layers", 0)):  # llama.cpp places the layers itself
                 weights[spec.options.get("device", "cpu")] += weights_bytes(spec)
-        for device, both in weights.items():
-            require_memory(both, name=f"{draft} beside {target}", device=device)
+        for device, n_bytes in weights.items():
+            require_memory(n_bytes, name=f"{draft} with {target}", device=device)
     except MemoryShortError as error:
         if strict:
             raise
         return None, f"{type(error).__name__}: {error}"
-    except (FetchError, InputError, ValueError):  # for `load` to say
+    except (FetchError, InputError, ValueError):  # `load` reports it
         pass
     return draft, None

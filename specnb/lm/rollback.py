@@ -1,19 +1,21 @@
-"""Rollback strategies: how a model's state returns to an earlier token, exactly, one strategy a class.
+"""Rollback strategies: return a model's state exactly to an earlier token, one class per strategy.
 
-A KV cache forgets its last n entries by being cropped. A recurrent state is one tensor that every token overwrites,
-so going back must be paid for, in bytes, in forwards, or in both (figures: notebook 04):
+A KV cache is rolled back by cropping its last n entries. A recurrent state is one tensor that every
+token overwrites, so rollback costs memory, forward passes, or both (measured in notebook 04):
 
     crop         attention only: drop entries
-    snapshots    the state after every position since the border; going back is a choice among them
-    replay       the state at the border, and what entered the recurrence since (Snakes and Ladders, ENLSP 2024):
-                 going back runs the accepted tokens through the recurrence alone, no forward
-    fused        one state; after going back, the accepted tokens ride along in the next forward, without logits
-    checkpoint   one state; going back feeds the accepted tokens in a forward of their own (llama.cpp, PR 20080)
-    recompute    nothing kept: everything is fed again. The oracle of the others, and what they do beyond their reach
+    snapshots    save the state after every token since the boundary; rollback selects one of them
+    replay       save the state at the boundary and the inputs of the recurrence since (Snakes and
+                 Ladders, ENLSP 2024); rollback runs only the recurrence over the accepted tokens
+    fused        save one state; the next forward pass repeats the accepted tokens, without logits
+    checkpoint   save one state; rollback processes the accepted tokens in a separate forward pass
+                 (llama.cpp, PR 20080)
+    recompute    save nothing; process everything again. The reference and fallback for the others
 
-The *border* is where the caller last called `rewind` (of 0 tokens too): speculative decoding rewinds once a round,
-so that what lies before the border is true, and what is fed behind it may be taken back. Every strategy goes back
-any number of tokens; beyond what it kept it feeds the tokens again from the start, which `Cost` counts.
+The *boundary* is the position of the last call of `rewind` (also of 0 tokens). Speculative decoding
+calls it once per round, so tokens before the boundary are final and tokens after it may be rolled
+back. Every strategy can roll back any number of tokens; beyond what it saved, it processes the
+tokens again from the start, which `RewindCost` counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,29 +32,30 @@ from specnb.lm.probe import probe_rewind
 from specnb.machine import ThreadPace
 
 AUTO = "auto"
-"""Let a probe choose."""
+"""Let a probe select the strategy."""
 
 DEPTH = 32
-"""Tokens that recorders reach back over, unless another depth is asked for."""
+"""Default number of tokens that recorders can roll back."""
 
 SETTLE_AT = 3
-"""Tokens that a fused replay carries along at most: in every round's forward they soon cost more than one of their own,
-with a row at r = T(n + 1)/T(1) - T(n)/T(1) after about sqrt(2 / r) of them (3 at r = 0.2)."""
+"""Most pending tokens that a fused replay adds to each forward pass. If a row costs
+r = T(n + 1)/T(1) - T(n)/T(1), more than about sqrt(2 / r) of them (3 at r = 0.2) cost more than one
+separate pass."""
 
 
 class Saved(Protocol):
-    """The recurrent part of a state after `n_tokens` tokens, `nbytes` large; attention entries stay where they are."""
+    """A copy of a state's recurrent part after `n_tokens` tokens, without attention entries."""
 
     n_tokens: int
     nbytes: int
 
 
 class Engine(Protocol):
-    """A state of `n_held` tokens that knows no rollback.
+    """A state of `n_held` tokens, without a rollback strategy.
 
-    `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `keep` drops the attention entries
-    behind the first n tokens, however far a layer got, and leaves recurrent states as they are; it returns False
-    where that cannot be done. `restore` drops the tokens since `saved`.
+    `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `keep` drops the
+    attention entries after the first n tokens, in every layer, and does not touch recurrent states;
+    it returns False if the engine cannot do that. `restore` drops the tokens since `saved`.
     """
 
     n_held: int
@@ -74,10 +77,10 @@ class Engine(Protocol):
 
 
 class Recorder:
-    """An engine's own rollback over the tokens fed last: at most `depth`, and `reach` of them at this moment.
+    """An engine's own rollback of at most `depth` tokens, currently `reach`, using `nbytes` bytes.
 
-    Where it `spans_forwards` it reaches back over several, and `base` is the state that it began with; else it reaches
-    into the last forward only. `nbytes` are kept at this moment.
+    If `spans_forwards`, it covers several forward passes, and `base` is the state before the first
+    of them. If not, it covers only the last forward pass.
     """
 
     spans_forwards = False
@@ -87,35 +90,35 @@ class Recorder:
     nbytes: int
 
     def begin(self) -> None:
-        """Record from here on."""
+        """Start recording."""
 
     def take_back(self, n: int) -> None:
-        """Undo the last `n` tokens."""
+        """Roll back the last `n` tokens."""
         raise NotImplementedError
 
     def stop(self) -> None:
-        """Forget what was recorded."""
+        """Stop recording and discard the recorded data."""
 
     def uninstall(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine's original functions."""
 
 
 @dataclass
 class RewindCost:
-    """The cost of going back since the last reset: calls of `save` and `restore`, then tokens."""
+    """The cost of rollback since the last reset: calls of `save` and `restore`, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
-    refed: int = 0  # in forwards of their own
-    fused: int = 0  # as rows of a forward that was due anyway
-    recomputed: int = 0  # from the start
-    taken_back: int = 0  # without any forward
+    refed: int = 0  # processed again in separate forward passes
+    fused: int = 0  # processed again as extra rows of the next forward pass
+    recomputed: int = 0  # processed again from the start
+    taken_back: int = 0  # rolled back without a forward pass
 
 
 class Rollback:
-    """Base of all, and `crop`: drop the entries of the last tokens, which is exact where every layer is attention.
+    """Base class, and the strategy `crop`: drop the last entries, exact for attention layers.
 
-    Forwards pass through; `n_past` counts tokens as the caller knows them.
+    `n_past` counts the tokens that the caller sees.
     """
 
     kind = "crop"
@@ -130,7 +133,7 @@ class Rollback:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept for going back, at this moment."""
+        """Bytes currently used for rollback."""
         return 0
 
     def forward(self, ids: Sequence[int], rows: int) -> np.ndarray:
@@ -145,11 +148,11 @@ class Rollback:
         self._engine.clear()
 
     def close(self) -> None:
-        """Leave the engine as it was."""
+        """Restore the engine's original functions."""
 
 
 class Recompute(Rollback):
-    """Feed everything again. Needs nothing, costs a prefill a round."""
+    """Process everything again. Uses no memory and costs one prefill per round."""
 
     kind = "recompute"
 
@@ -169,31 +172,31 @@ class Recompute(Rollback):
         return logits
 
     def _prepare(self, n: int) -> None:
-        """Whatever must be kept before the next `n` tokens are fed."""
+        """Save what a rollback of the next `n` tokens needs."""
 
     def rewind(self, n):
         if n:
-            keep = len(self._tokens) - n
-            self._return_to(keep)
-            del self._tokens[keep:]
+            n_kept = len(self._tokens) - n
+            self._return_to(n_kept)
+            del self._tokens[n_kept:]
 
-    def _return_to(self, keep: int) -> None:
-        self._restore(keep)
-        self._feed_again(keep)
+    def _return_to(self, n_kept: int) -> None:
+        self._restore(n_kept)
+        self._feed_again(n_kept)
 
-    def _restore(self, keep: int) -> None:
-        """Return to the latest state at or before the first `keep` tokens: none at all."""
+    def _restore(self, n_kept: int) -> None:
+        """Return to the latest saved state of at most `n_kept` tokens: here, the empty state."""
         self._engine.clear()
 
-    def _feed_again(self, keep: int) -> None:
-        """Bring the engine from what it holds to the first `keep` tokens."""
-        if (n_held := self._engine.n_held) == keep:
+    def _feed_again(self, n_kept: int) -> None:
+        """Process tokens until the engine holds the first `n_kept`."""
+        if (n_held := self._engine.n_held) == n_kept:
             return
-        self._engine.feed(self._tokens[n_held:keep], 0)
+        self._engine.feed(self._tokens[n_held:n_kept], 0)
         if n_held:
-            self.cost.refed += keep - n_held
+            self.cost.refed += n_kept - n_held
         else:
-            self.cost.recomputed += keep
+            self.cost.recomputed += n_kept
 
     def reset(self):
         super().reset()
@@ -201,76 +204,77 @@ class Recompute(Rollback):
 
 
 class Checkpoint(Recompute):
-    """One state, saved at the border; going back restores it and feeds the accepted tokens again, separately."""
+    """Save one state at the boundary; restore it and process the accepted tokens again."""
 
     kind = "checkpoint"
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
         self._saved: Saved | None = None
-        self._at_border = True
+        self._at_boundary = True
 
     @property
     def nbytes(self):
         return self._saved.nbytes if self._saved else 0
 
     def _prepare(self, n):
-        if self._at_border and self._engine.n_held:  # the first forward ever can go back by clearing
+        if self._at_boundary and self._engine.n_held:  # an empty state needs no copy
             self._save()
 
     def _save(self) -> None:
-        self._at_border = False
+        self._at_boundary = False
         if self._saved is None or self._saved.n_tokens != self._engine.n_held:
             self._saved = self._engine.save()
             self.cost.n_saved += 1
 
     def rewind(self, n):
         super().rewind(n)
-        self._at_border = True
+        self._at_boundary = True
 
-    def _restore(self, keep):
-        if self._saved and self._saved.n_tokens <= keep:
+    def _restore(self, n_kept):
+        if self._saved and self._saved.n_tokens <= n_kept:
             self._engine.restore(self._saved)
             self.cost.n_restored += 1
         else:
             self._saved = None
-            super()._restore(keep)
+            super()._restore(n_kept)
 
     def reset(self):
         super().reset()
-        self._saved, self._at_border = None, True
+        self._saved = None
+        self._at_boundary = True
 
 
 class FusedReplay(Checkpoint):
-    """Restore, and let the accepted tokens ride along: [accepted, correction, new drafts] are ONE forward.
+    """Restore, then process [accepted, correction, new drafts] in ONE forward pass.
 
-    More than SETTLE_AT tokens behind the saved state are fed by themselves once, and a new state is saved.
+    If more than SETTLE_AT tokens follow the saved state, process them alone and save a new state.
     """
 
     kind = "fused"
 
     def _prepare(self, n):
         pending = len(self._tokens) - self._engine.n_held
-        if 0 < pending <= SETTLE_AT:  # the saved state is where the engine stands: it stays
-            self._at_border = False
+        if 0 < pending <= SETTLE_AT:  # the saved state is still the engine's current state
+            self._at_boundary = False
             self.cost.fused += pending
         else:
             self._feed_again(len(self._tokens))
             super()._prepare(n)
 
-    def _return_to(self, keep):
-        if keep < self._engine.n_held:  # else only tokens that were not fed yet are given up
-            self._restore(keep)
+    def _return_to(self, n_kept):
+        if n_kept < self._engine.n_held:  # pending tokens need no rollback
+            self._restore(n_kept)
 
 
 class Recorded(Checkpoint):
-    """`snapshots` and `replay`: the engine's recorder within its reach, beyond it the saved state or the start."""
+    """`snapshots` and `replay`: the engine's recorder within its reach, else the saved state."""
 
     def __init__(self, engine: Engine, recorder: Recorder, kind: str) -> None:
         super().__init__(engine)
         self.kind = kind
         self._recorder = recorder
-        self._forwards = 0  # since the border
+        self._n_passes = 0  # forward passes since the boundary
 
     @property
     def nbytes(self):
@@ -278,47 +282,44 @@ class Recorded(Checkpoint):
 
     def _prepare(self, n):
         if self._engine.n_held:
-            (self._record if self._recorder.spans_forwards else self._cover)(n)
-        self._forwards += 1
+            if self._recorder.spans_forwards:
+                self._record(n)
+            # Save the state before `n` tokens move it out of the recorder's reach. After the first
+            # pass the boundary is already lost, and the end of that pass is saved instead.
+            elif self._at_boundary and (self._n_passes or n > self._recorder.depth + 1):
+                self._save()
+        self._n_passes += 1
 
     def _record(self, n: int) -> None:
-        """Record the next `n` tokens too, from the border on; more than `depth` go back as from a checkpoint there."""
+        """Record the next `n` tokens, or keep a checkpoint if they exceed the recorder's depth."""
         recorder = self._recorder
-        if self._at_border:
+        if self._at_boundary:
             recorder.begin()
-            self._at_border = False
+            self._at_boundary = False
         if recorder.base and recorder.reach + n > recorder.depth:
             self._saved = recorder.base
             self.cost.n_saved += 1
             recorder.stop()
 
-    def _cover(self, n: int) -> None:
-        """Save a state that the next `n` tokens would take out of reach: the border, for a block wider than `depth`.
-
-        After a first forward it is that forward's end: the border itself is gone, behind it everything is fed again.
-        """
-        if self._at_border and (self._forwards or n > self._recorder.depth + 1):
-            self._save()
-
     def rewind(self, n):
         super().rewind(n)
-        self._forwards = 0
+        self._n_passes = 0
 
-    def _return_to(self, keep):
-        n = self._engine.n_held - keep
+    def _return_to(self, n_kept):
+        n = self._engine.n_held - n_kept
         if n <= self._recorder.reach:
             self._recorder.take_back(n)
             self.cost.taken_back += n
-            if self._saved and self._saved.n_tokens > keep:
+            if self._saved and self._saved.n_tokens > n_kept:
                 self._saved = None
         else:
             self._recorder.stop()
-            super()._return_to(keep)
+            super()._return_to(n_kept)
 
     def reset(self):
         super().reset()
         self._recorder.stop()
-        self._forwards = 0
+        self._n_passes = 0
 
     def close(self):
         self._recorder.uninstall()
@@ -330,22 +331,22 @@ RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
 class RewindableModel(LanguageModel):
-    """Shared part of both engines' models: the state lies in an `_engine` (None once closed), behind a `Rollback`."""
+    """Base of both engines' models: the state is in `_engine` (None if closed)."""
 
     rollback: Rollback
-    """How the state goes back, and what that has cost."""
+    """The rollback strategy and its cost so far."""
     preferred: Sequence[str]
-    """Strategies for recurrent models, the first to be tried first."""
+    """Strategies for recurrent models, in the order in which they are tried."""
     pace: ThreadPace | None = None
-    """Lets the number of threads follow the free cores; None for a number that the user chose, and on a GPU."""
+    """Adapts the number of threads to the free cores; None if the user set it, and on a GPU."""
 
     def _follow_cores(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
-        """Let the threads follow the free cores among `counts`; `caps.details` say how, and the fewest of this text."""
+        """Adapt the threads to the free cores, among `counts`; `caps.details` report how."""
         if len(counts) == 1:
             return
         when = "within a text" if any_time else "between texts"
-        followed = {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
-        details = {**self.caps.details, **followed}
+        threads = {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
+        details = {**self.caps.details, **threads}
         self.caps = replace(self.caps, details=details)
 
         def follow(n: int) -> None:
@@ -360,38 +361,41 @@ class RewindableModel(LanguageModel):
         kind: str,
         afford: Callable[[str], None] = lambda _name: None,
     ) -> None:
-        """Go back by the strategy `kind`, or with "auto" by the first of `preferred` that a probe finds exact.
+        """Select the strategy `kind`; with "auto", the first of `preferred` that a probe accepts.
 
-        A model that can crop need not be probed. `recorders` open what a strategy records with, or raise InputError
-        where the family or the engine has none; `afford(name)` raises MemoryShortError where there is no room for what
-        it keeps. Raises InputError (not for this model), MemoryShortError, LoadError (a probe found it inexact).
+        A model that can crop is not probed. `recorders` create a strategy's recorder, or raise
+        InputError if the family or the engine has none; `afford(name)` raises MemoryShortError if
+        memory is short. Raises InputError (not for this model), MemoryShortError, LoadError (a
+        probe found it inexact).
         """
-        engine, reason = self._engine, self.caps.rewind_reason
+        engine = self._engine
+        reason = self.caps.rewind_reason
         if kind == AUTO and not reason:
             self.rollback = Rollback(engine)
             return
         if kind == "crop" and reason:
-            raise InputError(f"rollback=crop is not for {self.name}: {reason}")
+            raise InputError(f"rollback=crop is not for {self.name}: {reason}; use rollback=auto")
         refused = []
         for name in self.preferred if kind == AUTO else (kind,):
             with ExitStack() as undo:
                 try:
-                    recorded = name in recorders
-                    self.rollback = Recorded(engine, recorders[name](), name) if recorded else STRATEGIES[name](engine)
+                    if name in recorders:
+                        self.rollback = Recorded(engine, recorders[name](), name)
+                    else:
+                        self.rollback = STRATEGIES[name](engine)
                     undo.callback(self.rollback.close)
                     if probe_rewind(self):
                         afford(name)
                         undo.pop_all()
                         return
-                    refused.append(f"{name} does not bring back the state that was")
-                except (InputError, MemoryShortError) as error:
-                    if kind != AUTO:
+                    refused.append(f"{name} does not restore the earlier state")
+                except Exception as error:  # also of an unknown family, or a new engine release
+                    if kind != AUTO and isinstance(error, InputError | MemoryShortError):
                         raise
-                    refused.append(str(error))
-                except Exception as error:  # of a family, or a release of an engine, that does things otherwise
                     refused.append(f"{name} fails: {error}")
             self.reset()
-        raise LoadError(f"{self.name} has no exact way back: {'; '.join(refused)}. Try rollback=recompute")
+        reasons = "; ".join(refused)
+        raise LoadError(f"{self.name} has no exact rollback: {reasons}. Try rollback=recompute")
 
     def _require_open(self) -> None:
         if self._engine is None:
@@ -399,9 +403,10 @@ class RewindableModel(LanguageModel):
 
     @contextmanager
     def _restore_on_error(self, n: int) -> Iterator[None]:
-        """Return to the first `n` tokens when the block fails or is interrupted, or to none if it cannot be cropped.
+        """If the block fails, restore the state of the first `n` tokens, or reset it (no `crop`).
 
-        Some layers may have come further than others by then. An engine's own failure becomes an EngineError.
+        Layers may have processed different numbers of tokens. An engine's failure becomes an
+        EngineError.
         """
         try:
             yield

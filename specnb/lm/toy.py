@@ -1,6 +1,7 @@
-"""Closed-form language models: every probability is known, so the laws of decoding can be checked exactly.
+"""Closed-form language models with exact probabilities, for tests of decoding rules and for
+teaching.
 
-These are for the tests and for teaching; nothing that is measured uses them.
+No measurement uses them.
 """
 
 from collections.abc import Callable, Iterable
@@ -16,13 +17,13 @@ LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
 
 
 def letters(size: int, *, eog: frozenset[int] = frozenset()) -> Vocabulary:
-    """A vocabulary whose id i is the i-th of a, b, c, … (two letters beyond z)."""
+    """Return a vocabulary whose id i is the i-th of a, b, c, … (two letters after z)."""
     names = [chr(97 + i) if i < 26 else f"{chr(97 + i // 26 - 1)}{chr(97 + i % 26)}" for i in range(size)]
     return Vocabulary(pieces=tuple(n.encode() for n in names), kind="toy", bos=0, eos=min(eog, default=None), eog=eog)
 
 
 class ToyLM(TreeModel):
-    """A model whose logits are a function of the whole prefix: `logits_of(prefix) -> (vocab,)`."""
+    """A model whose logits are a function of the prefix: `logits_of(prefix) -> (vocab,)`."""
 
     def __init__(self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096) -> None:
         self.name = name
@@ -46,7 +47,8 @@ class ToyLM(TreeModel):
 
     def forward_tree(self, ids, tree):
         check_tree(self, ids, tree)
-        nodes, paths = [*map(int, ids)], map(tree.path, range(len(tree)))
+        nodes = [*map(int, ids)]
+        paths = map(tree.path, range(len(tree)))
         rows = self._rows((*self._ids, *(nodes[i] for i in path)) for path in paths)
         self._ids += nodes
         self.unsettled = tree
@@ -69,7 +71,7 @@ class ToyLM(TreeModel):
     def encode(self, text, *, special=True):
         ids = {piece.decode(): i for i, piece in enumerate(self.vocab.pieces)}
         if unknown := set(text) - ids.keys():
-            raise InputError(f"the toy vocabulary has no token for {min(unknown)!r}")
+            raise InputError(f"got {min(unknown)!r}, expected letters of the toy vocabulary")
         return [ids[c] for c in text]
 
     def locate_nonfinite(self, ids):
@@ -79,9 +81,10 @@ class ToyLM(TreeModel):
 def markov(
     size: int, *, order: int = 1, seed: int = 0, sharpness: float = 1.5, eog: frozenset[int] = frozenset()
 ) -> ToyLM:
-    """A random Markov model: the logits of the next token are fixed Gaussian draws given the last `order` tokens.
+    """Return a random Markov model: Gaussian logits of the next token, by the last `order` tokens.
 
-    `sharpness` scales them: 0 is uniform, large is nearly deterministic.
+    `sharpness` scales the logits: 0 gives a uniform distribution, large values a nearly
+    deterministic one.
     """
 
     @cache
@@ -96,6 +99,6 @@ def markov(
 
 
 def cyclic(size: int) -> ToyLM:
-    """Always prefers the successor of the last token, modulo `size`: its greedy output is known by heart."""
+    """Return a model whose greedy next token is the last token plus one, modulo `size`."""
     rows = 8.0 * np.roll(np.eye(size), 1, axis=1)
     return ToyLM(lambda prefix: rows[prefix[-1]].copy(), letters(size), name=f"cyclic(size={size})")

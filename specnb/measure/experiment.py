@@ -17,7 +17,7 @@ from specnb.draft.load import load_drafter
 from specnb.errors import CapacityError, InputError, SpecnbError
 from specnb.io import file_digest
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import local_file, parse, trace_weights
+from specnb.lm.files import local_file, parse, weights_origin
 from specnb.lm.load import load
 from specnb.machine import Neighbours, steady_threads
 from specnb.measure.baseline import time_baseline
@@ -182,7 +182,8 @@ class Experiment:
         params, extra, target = self.params.model_dump(mode="json"), None, self.target
         if target is not None:
             contention = self._started.during(target.caps, self.generations)._asdict()
-            caps = asdict(target.caps) | {"certificate": target.caps.certificate, "weights": trace_weights(target.name)}
+            origin = {"weights": weights_origin(target.name)}
+            caps = asdict(target.caps) | {"certificate": target.caps.certificate} | origin
             extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
         return RunRecord(
             run_id=run_id(self.name, params),

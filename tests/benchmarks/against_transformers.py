@@ -19,7 +19,7 @@ from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import plain
 from specnb.lm.files import zoo_file
-from specnb.lm.hf.files import dequantise_once
+from specnb.lm.hf.files import dequantize_once
 from specnb.lm.load import load
 from specnb.measure.bench import interleaved, tabulate_speeds
 from specnb.prompts import Prompt, digest_prompts
@@ -32,7 +32,7 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     """Prompt -> Generation of this package, or ids that transformers generated."""
     gguf = zoo_file("smollm2-135m")
     model = load(f"smollm2-135m?backend=hf&dtype={dtype}")
-    other = AutoModelForCausalLM.from_pretrained(dequantise_once(gguf), dtype=getattr(torch, dtype)).eval()
+    other = AutoModelForCausalLM.from_pretrained(dequantize_once(gguf), dtype=getattr(torch, dtype)).eval()
     other.generation_config.eos_token_id = sorted(model.vocab.eog)
     drafter = LookupDrafter()
 

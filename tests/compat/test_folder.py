@@ -14,7 +14,7 @@ from specnb.compat.gguf import read_gguf
 from specnb.compat.read import read_folder
 from specnb.errors import InputError
 from specnb.lm.files import zoo_file
-from specnb.lm.hf.files import dequantise_once
+from specnb.lm.hf.files import dequantize_once
 from specnb.lm.vocab import ALPHABET
 
 LETTER = {b: c for c, b in ALPHABET.items()}
@@ -140,7 +140,7 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
     path = zoo_file("smollm2-135m")
-    header, folder = read_gguf(path), read_folder(dequantise_once(path))
+    header, folder = read_gguf(path), read_folder(dequantize_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("pieces", "special", "eog", "kind"):

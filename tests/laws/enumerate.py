@@ -1,7 +1,7 @@
-"""Run a random program once for every way its draws can fall, with the probability of each way.
+"""Run a random program once for each possible outcome of its draws, with the probability of each.
 
-The program takes its decisions through `Draws` (bernoulli, categorical); here each decision forks. So what is
-enumerated is the shipped code itself, not a model of it.
+The program draws through `Draws` (bernoulli, categorical); each draw branches here. This enumerates
+the shipped code itself, not a model of it.
 """
 
 from collections import defaultdict
@@ -11,9 +11,9 @@ import numpy as np
 
 
 class Enumerating:
-    """Takes the decisions of one branch: the scripted ones first, then always the first that has weight.
+    """Draws of one branch: the scripted ones first, then always the first outcome with weight.
 
-    `others` are the scripts of the branches that part from this one behind its script.
+    `others` are the scripts of the branches that leave this one after its script.
     """
 
     def __init__(self, script: list[int]) -> None:
@@ -40,7 +40,7 @@ class Enumerating:
 
 
 def distribution(program: Callable[[Enumerating], Hashable]) -> dict[Hashable, float]:
-    """Exact distribution of what `program(draws)` returns."""
+    """Return the exact distribution of the results of `program(draws)`."""
     law: dict[Hashable, float] = defaultdict(float)
     scripts: list[list[int]] = [[]]
     while scripts:

@@ -1,4 +1,4 @@
-"""Laws of controllers: none changes what is generated, and a replay makes the rounds that the live run makes."""
+"""Laws of controllers: none changes the output, and a replay has the rounds of the live run."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +33,7 @@ PROMPT = [0, 1, 2, 0, 1]
 CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
 VERIFY = [CURVE.seconds(n) for n in range(26)]
 EVEN = np.array([1.5, 0.5, 0.0, -0.5])
-"""Logits of an evenly sure drafter, likeliest token first."""
+"""Logits of a drafter with constant confidence, most probable token first."""
 CONTROLLERS = {
     "fixed": lambda: FixedK(5),
     "rolling": RollingAcceptance,
@@ -47,12 +47,12 @@ CONTROLLERS = {
 def drafter_named(name, seed):
     if name == "lookup":
         return LookupDrafter()
-    if name == "far":  # looks back over everything: one wrong token left in its state shows
+    if name == "far":  # uses the whole text: one wrong token in its state is detected
         return ModelDrafter(toy.markov(4, order=1000, seed=seed))
     model = toy.markov(4, order=2, seed=seed) if "same" in name else toy.markov(4, order=1, seed=seed + 1)
     if name == "short":
         model.caps = replace(model.caps, n_ctx=16)
-    if "even" in name:  # equally sure everywhere, after a wrong draft too
+    if "even" in name:  # equal confidence everywhere, also after a wrong draft
         logits_of = model._logits_of
         model._logits_of = lambda prefix: EVEN[np.argsort(np.argsort(-logits_of(prefix)))]
     return ModelDrafter(model)
@@ -65,10 +65,10 @@ def recorded(target, name, seed, n):
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "far", "even"])
 @pytest.mark.parametrize("seed", range(6))
-def test_greedy_output_is_that_of_plain_decoding_and_a_walk_makes_the_live_rounds(name, seed):
-    """Integer for integer: drafted and accepted in every round.
+def test_greedy_output_equals_plain_decoding_and_a_walk_has_the_live_rounds(name, seed):
+    """Equal numbers of drafted and accepted tokens in every round.
 
-    A controller that reads a draft model's confidence needs one that is equally sure after a wrong draft.
+    A controller that uses confidence needs a draft model with equal confidence after a wrong draft.
     """
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
     for n in (1, 2, 60):
@@ -101,7 +101,7 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
     assert total_variation(law, loop_law(target, None, sampling, 4, prompt=PROMPT[:2])) < 1e-9
 
 
-def test_after_a_wrong_draft_only_the_number_of_drafts_differs():
+def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
     target = toy.markov(4, order=2, seed=1)
     _, recording = recorded(target, "other", 1, 60)
     control = CONTROLLERS["confidence"]
@@ -129,7 +129,7 @@ def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
 
 
 class OracleK(Controller):
-    """Plays back a plan made in hindsight, K for each number of generated tokens: a bound, not a method."""
+    """Follows a plan made in hindsight, one K per generated token: a bound, not a method."""
 
     name = "oracle"
 
@@ -145,7 +145,7 @@ class OracleK(Controller):
 
 @pytest.mark.parametrize("c", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["lookup", "other"])
-def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
+def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
     ((_, (recording,)),) = record(target, [drafter_named(name, 2)], [PROMPT], max_new_tokens=50)
     plan, seconds = oracle(recording, cost, 24)
@@ -155,7 +155,7 @@ def test_the_oracle_is_reached_by_its_plan_and_beaten_by_no_fixed_k(name, c):
     assert len(live.rounds) == len(walk_recording(recording, OracleK(plan)))
 
 
-def test_a_trace_survives_its_file(tmp_path):
+def test_a_recording_is_restored_from_its_file(tmp_path):
     target = toy.markov(4, order=2, seed=1)
     made = []
     for temperature in (0.0, 0.7):
@@ -180,12 +180,12 @@ def test_a_file_with_entropies_and_rows_after_wrong_drafts_is_read(tmp_path):
     assert Trace.load(tmp_path / "old.parquet").recordings == (recording,)
 
 
-def test_a_confidence_is_the_largest_probability_of_the_rows_own_softmax():
+def test_confidence_is_the_largest_probability_of_the_softmax():
     assert top_probability(np.log(np.array([0.5, 0.25, 0.25, 1e-300])) + 17) == pytest.approx(0.5)
     assert top_probability(np.array([3.0, -np.inf])) == 1.0
 
 
-def test_the_report_controller_to_the_letter():
+def test_the_report_controller_follows_the_report_exactly():
     control = RollingAcceptance()
     assert control.draft_length() == 12
     lengths = []

@@ -1,7 +1,7 @@
-"""Laws of the tree of a Gated DeltaNet: every node gets what its path alone would give it (`ssm.delta_rule`).
+"""Laws of trees in a Gated DeltaNet: each node has the output of its path alone (`ssm.delta_rule`).
 
-Two judges: `by_hand`, the paper's formula for one path in float64 and plain numpy, and the kernel of transformers.
-Faults that such code has had elsewhere are planted, and the same laws must see them.
+Two references: `by_hand`, the paper's formula for one path in float64 numpy, and transformers'
+kernel. Known faults of such code are planted, and the laws must detect them.
 """
 
 import numpy as np
@@ -17,12 +17,12 @@ from tests.laws.trees import TREES, random_tree
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 SEEN = 1e-3
-"""A planted fault must move the result at least that far."""
+"""Minimum change of the result that a planted fault must cause."""
 QWEN = {"key_heads": 1, "value_heads": 2, "dk": 128, "dv": 128}
 
 
 def block(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, value_heads=4, dk=8, dv=6, raw=False):
-    """q, k, v, g, beta and a state, all random; `gate` scales the gates' logarithms, `raw` q and k are as projected."""
+    """Random q, k, v, g, beta and state; `gate` scales the log gates, `raw` skips normalization."""
     draw = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -37,7 +37,7 @@ def block(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, value_h
 
 
 def by_hand(tokens, state, path):
-    """Output of the last token of the path and the state after it, as the paper writes them: S is dv x dk."""
+    """Return the last token's output and the state after it, as in the paper: S is dv x dk."""
     q, k, v, g, beta = (x.double().numpy() for x in tokens)
     S = state.double().numpy().transpose(0, 1, 3, 2).copy()
     o = np.zeros(S.shape[:3])
@@ -52,18 +52,19 @@ def by_hand(tokens, state, path):
 
 
 def apart(actual, wanted):
-    """Largest difference, as a share of the largest entry (at least 1); nan if either holds one."""
+    """Return the largest difference relative to the largest entry (at least 1), or NaN."""
     wanted = torch.as_tensor(np.asarray(wanted), dtype=torch.float64)
     return float((actual.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))
 
 
 def tree_error(tree, tokens=None, state=None, **options):
-    """The worst output over all nodes, against each path alone by hand."""
+    """Return the largest error over all nodes, against `by_hand` for each path."""
     if tokens is None:
         tokens, state = block(len(tree), **options)
     outputs = verify_tree(*tokens, state, tree)
     alone = [by_hand(tokens, state, tree.path(node))[0] for node in range(len(tree))]
-    return np.max([apart(outputs[:, node], output) for node, output in enumerate(alone)])  # nan, if there is one
+    # NaN propagates
+    return np.max([apart(outputs[:, node], output) for node, output in enumerate(alone)])
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -75,7 +76,7 @@ def test_recurrence_is_the_formula_of_the_paper(dtype):
     assert apart(after, by_hand(tokens, state, range(12))[1]) < TOLERANCE[dtype]
 
 
-def test_recurrence_has_the_bits_of_transformers_kernel():
+def test_recurrence_is_bit_identical_to_transformers_kernel():
     from transformers.models.qwen3_5.modeling_qwen3_5 import torch_recurrent_gated_delta_rule
 
     (q, k, *rest), state = block(70, dtype=torch.float32, raw=True, **QWEN)
@@ -88,7 +89,7 @@ def test_recurrence_has_the_bits_of_transformers_kernel():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
-def test_every_node_gets_what_its_path_alone_would_give_it(tree, dtype):
+def test_each_node_has_the_output_of_its_path_alone(tree, dtype):
     assert tree_error(tree, dtype=dtype) < TOLERANCE[dtype]
 
 
@@ -97,14 +98,14 @@ def test_trees_hold_at_the_widths_of_qwen3_next():
 
 
 @given(data=st.data(), n_nodes=st.integers(1, 12), gate=st.sampled_from([0.0, 0.1, 3.0, 200.0]))
-def test_any_tree_is_its_paths(data, n_nodes, gate):
+def test_random_trees_equal_their_paths(data, n_nodes, gate):
     tree = Tree([data.draw(st.integers(-1, node - 1)) for node in range(n_nodes)])
     assert tree_error(tree, gate=gate) < 1e-12
 
 
 @pytest.mark.parametrize("closed", [-1e3, -torch.inf])
-def test_a_gate_that_forgets_everything_harms_nobody(closed):
-    """In some nodes and heads only: elsewhere the digits of ordinary gates must survive, without inf or nan."""
+def test_a_closed_gate_does_not_affect_other_nodes(closed):
+    """In some nodes and heads only: elsewhere the precision must not suffer, without inf or NaN."""
     for name in ("random 0", "4-ary", "chain"):
         tokens, state = block(len(TREES[name]), dtype=torch.float32)
         tokens[3][:, ::3, ::2] = closed
@@ -142,13 +143,13 @@ def differences_of_running_sums(g, seen):
 
 
 @pytest.mark.parametrize("fault", [own_gate_only, from_the_parent_only, the_writers_gate_too, siblings_are_ancestors])
-def test_tree_law_sees_planted_faults_of_the_decay(fault, monkeypatch):
+def test_the_tree_law_detects_planted_faults_of_the_decay(fault, monkeypatch):
     monkeypatch.setattr(delta_rule, "_fades", fault)
     assert tree_error(TREES["random 0"]) > SEEN
 
 
-def test_tree_law_sees_the_tree_run_as_one_sequence(monkeypatch):
-    """The mask forgotten: right on a chain, which has no siblings, wrong wherever there are some."""
+def test_the_tree_law_detects_a_tree_run_as_one_sequence(monkeypatch):
+    """Without the mask: correct for a chain, which has no siblings, wrong for all other trees."""
     monkeypatch.setattr(Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool)))
     assert tree_error(TREES["chain"]) < 1e-12
     assert tree_error(TREES["star"]) > SEEN
@@ -157,13 +158,13 @@ def test_tree_law_sees_the_tree_run_as_one_sequence(monkeypatch):
 @pytest.mark.parametrize(
     ("fault", "tree", "gate", "closed", "nodes"),
     [
-        # e^(a_i - a_j) of a sibling behind a closed gate is inf, and inf times a mask of 0 is nan
+        # e^(a_i - a_j) of a sibling after a closed gate is inf, and inf times a mask of 0 is NaN
         (masked_after_the_exponential, "star", 0.5, -1e3, slice(3, None, 2)),
-        # the digits of small gates behind a closed one are lost
+        # small gates after a closed one lose their digits
         (differences_of_running_sums, "chain", 0.01, -3e4, slice(0, 1)),
     ],
 )
-def test_gate_law_sees_planted_faults_of_closed_gates(fault, tree, gate, closed, nodes, monkeypatch):
+def test_the_gate_law_detects_planted_faults(fault, tree, gate, closed, nodes, monkeypatch):
     tokens, state = block(16, dtype=torch.float32, gate=gate)
     tokens[3][:, nodes] = closed
     assert tree_error(TREES[tree], tokens, state) < 1e-5

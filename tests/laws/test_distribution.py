@@ -23,7 +23,7 @@ SETTINGS = [ONE, Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=2), 
 
 
 def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT):
-    """The rounds of the shipped loop, whose random decisions are those of `draws`; without a drafter the plain ones."""
+    """Return the rounds of the shipped loop with the draws of `draws`; plain without a drafter."""
     after_prompt = loop.prefill(target, prompt, drafter)
     common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)}
     if drafter is None:
@@ -32,7 +32,7 @@ def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT):
 
 
 def loop_law(target, drafter, sampling, n, control=lambda: None, prompt=PROMPT):
-    """Of the tokens; `control` makes a controller for each run."""
+    """Return the distribution of the tokens; `control` creates a controller for each run."""
 
     def program(draws):
         rounds = rounds_of(target, drafter, sampling, n, control(), draws, prompt)
@@ -42,7 +42,7 @@ def loop_law(target, drafter, sampling, n, control=lambda: None, prompt=PROMPT):
 
 
 def closed_form_law(target, sampling, n, prompt=PROMPT):
-    """Without any loop: products of the model's own rows."""
+    """Return the closed form: products of the model's rows, without any loop."""
     law = {(): 1.0}
     for _ in range(n):
         longer = {}
@@ -58,7 +58,7 @@ def closed_form_law(target, sampling, n, prompt=PROMPT):
 
 
 def off_by(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
-    """How far the loop is from the closed form: total variation."""
+    """Return the total variation distance between the loop and the closed form."""
     law = loop_law(target, drafter, replace(sampling, rule=rule), n, lambda: FixedK(k), prompt)
     return total_variation(law, closed_form_law(target, sampling, n, prompt))
 
@@ -74,7 +74,7 @@ def test_plain_decoding_follows_the_closed_form(sampling):
 
 
 class Flatter(ModelDrafter):
-    """Samples with settings of its own: q may be any distribution, as long as the drafts were drawn from it."""
+    """Samples with other settings: q may be any distribution, if draft tokens are drawn from it."""
 
     def propose(self, tokens, k, picker):
         return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), picker.draws))
@@ -102,7 +102,7 @@ def test_drafted_output_keeps_the_law(name, sampling, rule):
 
 
 def expected_tokens(rule, target, drafter, k):
-    """Mean committed tokens of the first round, exactly."""
+    """Return the exact mean number of committed tokens in the first round."""
     sampling = replace(ONE, rule=rule)
 
     def program(draws):
@@ -121,7 +121,7 @@ def test_block_verification_never_commits_fewer_tokens():
 
 
 def test_the_accept_probability_is_the_overlap():
-    """E[min(1, p/q)] over the draft's law is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
+    """E[min(1, p/q)] under q is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(5), size=2)
     seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), Always()).accept_prob[0] for x in range(5)}
@@ -129,7 +129,7 @@ def test_the_accept_probability_is_the_overlap():
 
 
 class Always:
-    """Decides for what is likeliest, and for yes."""
+    """Always selects the most probable outcome, and True."""
 
     def bernoulli(self, probability):
         return True
@@ -142,7 +142,7 @@ class Always:
 
 
 def _residual_forgotten(p_target, q_draft, draft_ids, draws):
-    """After a rejection draws from p instead of norm(max(p - q, 0))."""
+    """After a rejection, draws from p instead of norm(max(p - q, 0))."""
     for i, x in enumerate(draft_ids):
         if not draws.bernoulli(min(1.0, p_target[i][x] / q_draft[i][x])):
             return accept.Acceptance.leading(i, draws.categorical(p_target[i]))
@@ -195,8 +195,8 @@ def test_typical_acceptance_is_lossy_and_says_so(drafter):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_drafts_that_are_given_up_leave_the_law_as_it_is(temperature):
-    """The draft model has NaN after one token of three: whether drafting ends depends on the drafts drawn before."""
+def test_dropped_draft_tokens_do_not_change_the_law(temperature):
+    """The draft model has NaN after one token of three: drafting ends depending on the draws."""
     rows = toy.markov(3, order=1, seed=6)._logits_of
 
     def logits_of(prefix):

@@ -26,7 +26,7 @@ SMALL = st.none() | st.integers(1, 24)
 
 
 def bounded(model, n_ctx=None, max_width=None):
-    """A model of this context, and with forwards of no more tokens; None leaves it as it is."""
+    """Limit a model's context and the width of its forward passes; None for no limit."""
     n_ctx = n_ctx or model.caps.n_ctx
     model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx)
     return model
@@ -42,8 +42,8 @@ def bounded(model, n_ctx=None, max_width=None):
 def test_speculative_equals_plain_and_rounds_account_for_every_token(
     name, seed, k, n, prompt, eog, room, draft_ctx, width
 ):
-    """Also where the context ends `room` tokens behind the prompt, inside drafts or a tree; where the draft model's
-    context is smaller; and where the target's widest forward is below K + 1.
+    """Also if the context ends `room` tokens after the prompt, in a draft or tree; if the draft
+    model's context is smaller; and if the target's maximum width is below K + 1.
     """
     target = toy.markov(5, order=2, seed=seed, eog=frozenset(eog))
     bounded(target, None if room is None else len(prompt) + room, width)
@@ -66,8 +66,8 @@ def test_speculative_equals_plain_and_rounds_account_for_every_token(
         assert len(r.committed_ids) == r.n_accepted + 1 or r is made.rounds[-1]
 
 
-def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round_and_never_evaluates_a_token_twice():
-    """After a fully accepted round two tokens are missing (the last draft and the bonus); after a rejection one is."""
+def test_a_perfect_drafter_commits_k_plus_one_tokens_per_round_and_evaluates_no_token_twice():
+    """After full acceptance two tokens are missing (last draft token and bonus), else one."""
     draft, fed = toy.cyclic(7), []
     forward = draft.forward
     draft.forward = lambda ids, n_logits=None: fed.append(len(ids)) or forward(ids, n_logits)
@@ -75,7 +75,7 @@ def test_a_perfect_drafter_commits_k_plus_one_tokens_a_round_and_never_evaluates
     assert fed == [1, 1, 1, 2, 1, 1, 2, 1, 1] and made.acceptance_rate == 1.0 and made.tau == 4.0
 
 
-# --- three published faults, each shown by a variant that has it ----------------------------------------------------
+# --- three published faults, each planted in a variant ------------------------------------------
 
 
 class Appending(LookupDrafter):
@@ -91,9 +91,9 @@ class Assigning(LookupDrafter):
 
 
 def test_a_drafter_cannot_change_the_tokens(monkeypatch):
-    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a view without any way to do so.
+    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a read-only view.
 
-    Handed the list itself, the state would no longer be "tokens so far".
+    With the list itself, the state would no longer be "tokens so far".
     """
     prompt = [0, 1, 2]
     for drafter, error in ((Appending(), AttributeError), (Assigning(), TypeError)):
@@ -105,8 +105,8 @@ def test_a_drafter_cannot_change_the_tokens(monkeypatch):
         generate(toy.cyclic(5), prompt, drafter=Appending(), k=2, max_new_tokens=6)
 
 
-def test_each_draft_sees_the_drafts_before_it():
-    """The wrong cure drafts all K tokens from the same input, and so the same token K times."""
+def test_each_draft_token_depends_on_the_earlier_ones():
+    """A wrong fix drafts all K tokens from one input, and so one token K times."""
 
     class SameInput(ModelDrafter):
         def propose(self, tokens, k, picker):
@@ -130,8 +130,8 @@ def test_each_draft_sees_the_drafts_before_it():
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", [None, LookupDrafter()])
-def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
-    """A softmax that hides NaN behind a uniform row would go on with random text."""
+def test_bad_logits_stop_the_run_with_their_position(bad, temperature, drafter):
+    """A softmax that turns NaN into a uniform row would continue with random text."""
 
     def logits_of(prefix):
         row = np.zeros(4)
@@ -145,7 +145,7 @@ def test_bad_logits_stop_the_run_with_their_place(bad, temperature, drafter):
         generate(target, [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
 
 
-def test_bad_logits_of_the_draft_model_are_named_as_such():
+def test_bad_logits_of_the_draft_model_are_reported():
     def broken(prefix):
         return np.full(5, np.nan)
 
@@ -156,8 +156,8 @@ def test_bad_logits_of_the_draft_model_are_named_as_such():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_bad_logits_of_the_draft_model_end_drafting_and_leave_the_text_as_it_is(bad, temperature):
-    """The drafts before the first bad row are verified: dropping them would condition the others."""
+def test_bad_logits_of_the_draft_model_end_drafting_and_do_not_change_the_text(bad, temperature):
+    """Draft tokens before the first bad row are verified: dropping them would bias the output."""
     fed = []
 
     def logits_of(prefix):
@@ -192,7 +192,7 @@ def test_a_router_names_the_model_and_module_of_its_arm():
     assert "draft" in made.fallback and "layer 7" in made.fallback and made.token_ids == plain.token_ids
 
 
-def test_bad_logits_of_the_target_stop_the_run_also_after_drafting_has_ended():
+def test_bad_logits_of_the_target_stop_the_run_after_drafting_has_ended():
     bad = toy.ToyLM(lambda prefix: np.full(5, np.nan), toy.letters(5))
     target = toy.cyclic(5)
     rows = target._logits_of

@@ -1,4 +1,4 @@
-"""The laws on the real model, in both engines: speculative equals plain, rewind equals never having gone ahead."""
+"""The laws on the real model, in both engines: speculative equals plain, and rewinds are exact."""
 
 from functools import cache
 from unittest import mock
@@ -23,7 +23,7 @@ EXACT = ["smollm2-135m", *(f"smollm2-135m:{kind}?exact=true" for kind in ("q8_0"
 DRAFT = "smollm2-135m:q4_0"
 PROMPT = prompts("edit")[0]
 SHORT, LONG = 40, 256
-"""Tokens of a default run, and of the grid (`-m slow`)."""
+"""Numbers of tokens in a default run and in the grid (`-m slow`)."""
 GRID = [pytest.param(k, LONG, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
@@ -33,7 +33,7 @@ def slow(names):
 
 @pytest.fixture(scope="module")
 def plain(opened):
-    """Plain greedy tokens of a target and a length, generated once."""
+    """Plain greedy tokens by target and length, generated once."""
     return cache(lambda name, n: generate(opened(name), PROMPT, max_new_tokens=n, ignore_eog=True))
 
 
@@ -55,7 +55,7 @@ def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize(("name", "k", "n"), [(EXACT[0], 6, SHORT), *slow([(name, 6, LONG) for name in EXACT])])
 def test_certified_speculative_equals_plain(opened, plain, name, drafter, k, n):
-    """Beyond 256 tokens too, where llama.cpp would take another kernel for one token."""
+    """Also after 256 tokens, where llama.cpp would use another kernel for single tokens."""
     if opened(name).caps.same_bits_up_to <= k:
         pytest.skip(opened(name).caps.certificate)
     assert speculative(opened, name, drafter, k, n).token_ids == plain(name, n).token_ids
@@ -63,7 +63,7 @@ def test_certified_speculative_equals_plain(opened, plain, name, drafter, k, n):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("padding", [1, 2, 4, 7])
-def test_the_probe_finds_a_padding_that_does_not_do_for_k_quants(opened, padding):
+def test_the_probe_detects_an_insufficient_padding_for_k_quants(opened, padding):
     model = opened("smollm2-135m:q4_k_m?exact=true")
     if "padded" not in model.caps.details.get("exact_by", ""):
         pytest.skip(model.caps.certificate)
@@ -74,7 +74,7 @@ def test_the_probe_finds_a_padding_that_does_not_do_for_k_quants(opened, padding
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", REDUCED)
-def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter, record_property):
+def test_reduced_precision_diverges_at_near_ties(opened, plain, name, drafter, record_property):
     made = speculative(opened, name, drafter, 4, LONG)
     fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
     record_property("fork", None if fork is None else fork.model_dump_json())
@@ -82,9 +82,9 @@ def test_reduced_precision_forks_only_at_near_ties(opened, plain, name, drafter,
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", [*FLOAT32, *slow(REDUCED)])  # all of one model, then the next: three stay open
-def test_rewind_equals_never_having_gone_ahead(opened, name, n):
-    """Logits of ten tokens after sixty: fed at once, and after `n` others that were forgotten."""
+@pytest.mark.parametrize("name", [*FLOAT32, *slow(REDUCED)])  # grouped by model: three stay open
+def test_a_rewind_restores_the_earlier_state(opened, name, n):
+    """Logits of ten tokens after sixty, with and without a rewind of `n` other tokens."""
     model, rows = opened(name), []
     ids = model.encode(PROMPT.messages[0].content)[:80]
     for ahead in (0, n):
@@ -98,7 +98,7 @@ def test_rewind_equals_never_having_gone_ahead(opened, name, n):
 
 
 def rows_of(model, ids, past, width):
-    """Logits of the tokens after the first `past`, in forwards of `width`."""
+    """Return logits of the tokens after the first `past`, in passes over `width` tokens."""
     model.reset()
     if past:
         model.forward(ids[:past], n_logits=0)
@@ -108,13 +108,13 @@ def rows_of(model, ids, past, width):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "past", "widths"),
-    [  # bfloat16 across the borders to which keys are padded (192, 256), where the kernel's sums change their order
+    [  # bfloat16 across the padded key lengths (192, 256), where sums change their order
         ("smollm2-135m?backend=hf&dtype=bfloat16", 280, 170, (2, 3, 5, 9, 13, 64)),
         (INT4, 280, 170, (2, 3, 4, 5, 9, 13, 64)),
         *((name, 290, 240, (2, 3, 5, 9, 13, 40)) for name in EXACT),
     ],
 )
-def test_a_token_has_the_same_bits_at_every_width(opened, name, n, past, widths):
+def test_a_token_is_bit_identical_at_all_widths(opened, name, n, past, widths):
     model = opened(name)
     if not model.caps.same_bits_up_to:
         pytest.skip(model.caps.certificate)
@@ -124,8 +124,8 @@ def test_a_token_has_the_same_bits_at_every_width(opened, name, n, past, widths)
         np.testing.assert_array_equal(rows_of(model, ids, past, width), single, err_msg=f"width {width}")
 
 
-def test_both_engines_read_the_same_model(opened):
-    """Same vocabulary and token ids, and in float32 the same logits up to rounding, in blocks and single steps."""
+def test_both_engines_load_the_same_model(opened):
+    """Equal vocabularies and ids; float32 logits equal up to rounding, at widths 1 and n."""
     llama, torch = (opened(name) for name in FLOAT32)
     assert first_difference(llama.vocab, torch.vocab) is None
     assert llama.vocab.eog == torch.vocab.eog

@@ -1,8 +1,8 @@
-"""The law of the shipped replay: what the recorder keeps of a round brings back the state of the formula by hand.
+"""The law of the shipped replay: the recorded inputs of a round restore the state of the formula.
 
-The judge is numpy in float64, one token after another, as the papers write the two recurrences: of Mamba-2
-(arXiv 2405.21060) and of Gated DeltaNet (arXiv 2412.06464). That blocks, single steps and every rewind agree with one
-another in whole models is `test_rollback`'s law; here the replay itself is held against the mathematics.
+The reference is numpy in float64, token by token, with the formulas of the two papers: Mamba-2
+(arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464). `test_rollback` tests that blocks, single
+steps and rewinds agree in whole models; here the replay is compared with the formulas.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def arrays(*tensors):
 
 
 def scanned(state, inputs, options):
-    """h <- exp(dt A) h + dt x B^T of each head; state (batch, heads, head_dim, state_size)."""
+    """h <- exp(dt A) h + dt x B^T per head; state (batch, heads, head_dim, state_size)."""
     A, bias = arrays(options["A"], options["dt_bias"])
     (h,), (x, dt, B) = arrays(state), arrays(*inputs)
     dt = np.clip(np.logaddexp(0, dt + bias), *options["dt_limit"])
@@ -39,7 +39,7 @@ def scanned(state, inputs, options):
 
 
 def delta_ruled(state, inputs, _options):
-    """The state after the delta rule of the paper, its keys brought to unit length."""
+    """Return the state after the paper's delta rule, with keys of unit length."""
     k, v, g, beta = inputs
     return by_hand([unit(k), unit(k), v, g, beta], state, range(k.shape[1]))[1]
 
@@ -54,7 +54,7 @@ def model(request):
 
 
 def replay_error(model, pieces, accepted):
-    """The largest share of a layer's state by which a replay of `accepted` of K tokens is off the formula."""
+    """Return the largest relative error of a layer's state after replaying `accepted` of K."""
     recorder, at = model.rollback._recorder, PROMPT
     model.reset()
     model.forward(IDS[:PROMPT])
@@ -78,7 +78,7 @@ def replay_error(model, pieces, accepted):
 
 
 @pytest.mark.parametrize("pieces", PIECES.values(), ids=PIECES.keys())
-def test_the_shipped_replay_is_the_formula_after_every_accepted_length(model, pieces):
+def test_the_shipped_replay_equals_the_formula_for_all_accepted_lengths(model, pieces):
     for accepted in range(K + 1):
         assert replay_error(model, pieces, accepted) < CLOSE
 
@@ -87,7 +87,7 @@ def reversed_pieces(calls, n):
     return type(calls[0])(*(torch.cat(parts[::-1], dim=1)[:, :n] for parts in zip(*calls, strict=True)))
 
 
-def test_the_law_sees_tokens_replayed_in_another_order(model, monkeypatch):
+def test_the_law_detects_tokens_replayed_in_another_order(model, monkeypatch):
     right = hf_record._first
     monkeypatch.setattr(hf_record, "_first", lambda calls, n: right(calls, n) if n == K else reversed_pieces(calls, n))
     assert replay_error(model, PIECES["steps"], 3) > 1e-3

@@ -1,4 +1,4 @@
-"""The law of replay: one recording gives the rounds that live speculative decoding takes, for every K."""
+"""The law of replay: one recording gives the rounds of live speculative decoding for every K."""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,8 +24,8 @@ def counts_of(generation):
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "short"])
 @pytest.mark.parametrize("seed", range(8))
-def test_greedy_replay_equals_live_integer_for_integer_and_knows_the_texts_of_the_drafts(name, seed):
-    """In narrow forwards too. Of a model's drafts it knows those that were tested."""
+def test_greedy_replay_equals_live_and_has_the_texts_of_the_drafts(name, seed):
+    """Also in narrow forward passes. A draft model's verified draft tokens have their texts."""
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 3 else frozenset())
     target.caps = replace(target.caps, max_width=(4096, 1, 2, 4)[seed % 4])
     for n in (1, 2, 30):
@@ -44,8 +44,8 @@ def test_greedy_replay_equals_live_integer_for_integer_and_knows_the_texts_of_th
 
 @pytest.mark.parametrize("name", ["lookup", "other"])
 @pytest.mark.parametrize(("k", "cut"), [(1, {}), (3, {}), (3, {"top_k": 2}), (3, {"top_p": 0.6})], ids=str)
-def test_sampled_replay_is_the_mean_of_live_runs(name, k, cut):
-    """300 live runs of 20 tokens against the mean over recordings of as many plain runs: same law, so same mean."""
+def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
+    """300 live runs of 20 tokens against recordings of 300 plain runs: the means are equal."""
     target = toy.markov(4, order=2, seed=3)
     live, replayed = [], []
     for seed in range(300):
@@ -60,7 +60,7 @@ def test_sampled_replay_is_the_mean_of_live_runs(name, k, cut):
 
 
 def rounds_by_hand(recording, k, bonus=1, correction=1):
-    """`fixed_k` for greedy recordings; a planted fault leaves out the bonus token, or the correction."""
+    """`fixed_k` for greedy recordings; a planted fault omits the bonus token or the correction."""
     i = rounds = 0
     while i < recording.n_tokens:
         chances = recording.keep[i][: min(k, recording.offered[i])]
@@ -70,7 +70,7 @@ def rounds_by_hand(recording, k, bonus=1, correction=1):
     return rounds
 
 
-def test_planted_off_by_ones_are_seen():
+def test_planted_off_by_one_errors_are_detected():
     target = toy.markov(4, order=2, seed=1)
     recordings, live = [], []
     for name in ("same", "other"):
@@ -93,7 +93,7 @@ def test_planted_off_by_ones_are_seen():
     ],
 )
 def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
-    """With 4-bit weights too, where the engine gives a draft model's widths 1 and 2 the same bits."""
+    """Also with 4-bit weights, if widths 1 and 2 of the draft model are bit-identical."""
     target = opened(name)
     prompt = prompts("edit")[1] if n > 10 else "def f(x):\n    return x\n\ndef g(x):\n"
     drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))}
@@ -106,8 +106,8 @@ def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_replayed_router_makes_the_rounds_of_a_live_one_on_the_same_clock(seed):
-    """Copying and an evenly sure draft model as arms, over two texts: what the first teaches, the second uses."""
+def test_a_replayed_router_has_the_rounds_of_a_live_router_with_an_equal_clock(seed):
+    """Arms: lookup, and a draft model of constant confidence. Text 2 uses the data of text 1."""
     now, k_max, draft_s = [0.0], 6, (0.05, 0.3, 0.8)[seed % 3]
     curve = CostCurve(model="toy", context=0, widths=(1, k_max + 1), samples_s=((1.0,), (1.0 + seed % 4 / 2,)))
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 7 else frozenset())

@@ -1,8 +1,9 @@
-"""The law of a long day: many requests, one after the other, on the same models, each answered as if it were the first.
+"""The law of long sessions: many requests in a row on the same models, all answered alike.
 
-A request is a new text or one more turn on an earlier one, with some K or controller, a limit and stop strings that may
-fall inside a draft; some prompts nearly fill the context, and the context of one draft model is shorter than the
-target's. Acceptance does not fade, and no memory is kept (vllm#41838, sglang#28771).
+A request is a new text or the next turn of an earlier one, with a K or a controller, a limit and
+stop strings, which may end inside a draft. Some prompts nearly fill the context, and one draft
+model has a shorter context than the target. Acceptance does not decrease, and no memory leaks
+(vllm#41838, sglang#28771).
 """
 
 from dataclasses import replace
@@ -26,11 +27,11 @@ from tests.tiny_models import VOCAB, llama_gguf, torch_model
 N_CTX, SHORT = 64, 40
 COST, K_MAX = Cost.straight("a machine", 1.5, 0.2), 8
 WARM, GROWTH = 500, 16 << 20
-"""Requests after which torch has all its kernels and plans, and bytes that the rest of a day may add."""
+"""Requests that warm up torch's kernels, and bytes that the remaining requests may add."""
 
 
 def models(family, folder):
-    """A target, its twin that decodes plainly, and drafters: copies, a twin of less context, a stranger, trees."""
+    """A target, an equal model for plain decoding, and drafters: lookup, draft models, trees."""
 
     def opened(seed, n_ctx=N_CTX):
         if family == "toy":
@@ -58,7 +59,7 @@ def models(family, folder):
         )),
     ],
 )  # fmt: skip
-def test_every_request_is_answered_as_if_it_were_the_first(family, requests, tmp_path):
+def test_every_request_is_answered_like_the_first(family, requests, tmp_path):
     rng = np.random.default_rng(5)
     target, twin, drafters = models(family, tmp_path)
 

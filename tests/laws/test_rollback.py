@@ -1,8 +1,9 @@
-"""The law of going back: a recurrent model that took tokens back is as if it had never had them.
+"""The law of rollback: after a rewind, a recurrent model is as if it never had the tokens.
 
-For every strategy and family, in torch: the state, the convolution's window and the entries of attention after any
-number of accepted tokens, and greedy decoding over many rounds; in llama.cpp, which shows no state, the logits after
-it, of tiny random hybrids as GGUF files. Broken strategies are planted below, and are seen.
+For all strategies and families, in torch: the state, the convolution window and the attention
+entries after any number of accepted tokens, and greedy decoding over many rounds; in llama.cpp,
+which does not expose states, the logits after a rewind, for tiny random hybrids. Planted faults are
+detected below.
 """
 
 from contextlib import ExitStack, closing
@@ -33,7 +34,7 @@ from tests.tiny_models import VOCAB, torch_model
 QWEN = "qwen35-grouped.gguf"
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
 SINGLE = ("zamba2", "nemotron_h")
-"""transformers 5.23 bounds the time step in their blocks, and not in their single steps."""
+"""Families for which transformers 5.23 clamps the time step in blocks, but not in single steps."""
 FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")
 FAMILIES += (*SINGLE, *FORGETFUL)
 STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
@@ -44,7 +45,7 @@ LLAMA_PAIRS = [(f, way) for f in GGUFS for way in STRATEGIES[1:] if way != "snap
 
 
 def some_of(shift: int) -> list:
-    """All pairs; by default run those of llama.cpp and qwen3_5_text, and other families with one way each in turn."""
+    """All pairs. By default, llama.cpp and qwen3_5_text, and one strategy per other family."""
     ways = {family: [way for of, way in PAIRS if of == family] for family in FAMILIES}
     default = {(family, of[(i + shift) % len(of)]) for i, (family, of) in enumerate(ways.items())}
     return LLAMA_PAIRS + [
@@ -54,12 +55,12 @@ def some_of(shift: int) -> list:
 
 
 LLAMA_CLOSE = 2e-3
-"""Of logits with a spread of several: llama.cpp's kernels for one token round otherwise than those for several."""
+"""For logits with a spread of several: llama.cpp's kernels for one and several tokens differ."""
 K = 6
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 64)]
 CLOSE = 5e-4
-"""Share of a tensor's norm that float32 moves between blocks and single steps of models this rough (1e-4 at most is
-seen, of the oracle too); a state that is one token off is moved by more than a tenth."""
+"""Relative error by float32 rounding between blocks and single steps of these models (1e-4 at most,
+also in the reference). A state that is one token off differs by more than 0.1."""
 
 
 def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **options) -> HfModel:
@@ -69,7 +70,7 @@ def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The models of GGUFS as files for llama.cpp."""
+    """The models of GGUFS as llama.cpp files."""
     folder = tmp_path_factory.mktemp("hybrids")
     with quiet():
         folders = {name: hybrid_folder(folder / name, name.removesuffix(".gguf")) for name in GGUFS}
@@ -100,11 +101,12 @@ def opener(llama):
 
 
 def state_of(model: HfModel) -> dict[str, np.ndarray]:
-    """Everything the next forward sees, by name."""
+    """Return the whole state of the next forward pass, by name."""
     seen = {}
     for index, layer in recurrent_layers(model._engine.cache):
         for i in layer.conv_states:
-            if layer.conv_states[i] is not None:  # a recording window is wider than what the convolution looks at
+            # while recording, the window is wider than the kernel
+            if layer.conv_states[i] is not None:
                 seen[f"{index}.conv{i}"] = layer.conv_states[i][..., -layer.conv_kernel_size[i] :]
             if layer.recurrent_states[i] is not None:
                 seen[f"{index}.state{i}"] = layer.recurrent_states[i]
@@ -119,8 +121,8 @@ def state_of(model: HfModel) -> dict[str, np.ndarray]:
 
 
 def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
-    """How far two states, and the logits that they give, differ: shares of their norms, by name."""
-    if isinstance(model.rollback, FusedReplay):  # its state follows with the next forward
+    """Return the relative differences of two states and of their logits, by name."""
+    if isinstance(model.rollback, FusedReplay):  # pending tokens are processed in the next pass
         for each in (model, plain):
             each.forward([9])
     found, expected = state_of(model), state_of(plain)
@@ -130,7 +132,7 @@ def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
 
 
 def check_same(model: HfModel | GgufModel, plain: HfModel | GgufModel) -> None:
-    """The state in torch, what comes ahead in llama.cpp."""
+    """Compare the states in torch, and the next logits in llama.cpp."""
     assert model.n_past == plain.n_past
     if isinstance(model, GgufModel):
         for ids in ([4, 8], [15]):
@@ -141,12 +143,13 @@ def check_same(model: HfModel | GgufModel, plain: HfModel | GgufModel) -> None:
 
 
 def check_rounds(model, plain) -> None:
-    """Two rounds, of which any number of tokens stays; prompts shorter and longer than a convolution's window."""
+    """Two rounds, all numbers of accepted tokens; prompts shorter and longer than the window."""
     for prompt, accepted in product((2, 9), range(K + 1)):
         for each in (model, plain):
             each.reset()
             each.forward(IDS[:prompt])
-        model.forward(IDS[prompt : prompt + K])  # the first round: the prompt's last token is in the state already
+        # first round: the prompt's last token is already in the state
+        model.forward(IDS[prompt : prompt + K])
         model.rewind(K - accepted)
         again = [IDS[40], *IDS[20 : 20 + K]]
         model.forward(again)
@@ -157,7 +160,7 @@ def check_rounds(model, plain) -> None:
 
 
 def check_single_steps(model, plain) -> None:
-    """As ModelDrafter goes: several forwards a round, then a rewind, then one of the tokens before it as well."""
+    """As in ModelDrafter: several passes per round, a rewind, and a rewind of an earlier token."""
     for each in (model, plain):
         each.forward(IDS[:9])
     for accepted in (0, 2, K - 1):
@@ -167,7 +170,7 @@ def check_single_steps(model, plain) -> None:
         for token in IDS[20 : 20 + accepted]:
             plain.forward([token])
     for each in (model, plain):
-        each.rewind(1)  # beyond the border: nothing was fed since
+        each.rewind(1)  # before the boundary: no pass since
     check_same(model, plain)
 
 
@@ -176,19 +179,19 @@ def interrupted(*_args) -> None:
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(0))
-def test_the_state_after_any_number_of_accepted_tokens_is_that_of_the_plain_run(family, way, opener):
+def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(family, way, opener):
     model = opener(family, way)
     assert model.caps.rewind == way and (family not in GGUFS or opener(family, "auto").caps.rewind == GGUFS[family])
     check_rounds(model, opener(family, "recompute", n_ctx=500))
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(1))
-def test_a_drafting_model_goes_back_over_its_single_steps(family, way, opener):
+def test_a_draft_model_rewinds_its_single_steps(family, way, opener):
     check_single_steps(opener(family, way), opener(family, "recompute", n_ctx=500))
 
 
 class Scripted(DrafterBase):
-    """Drafts the target's own continuation, with as many right tokens as the script says; the rest is garbage."""
+    """Drafts the target's continuation; the script sets the number of correct tokens per round."""
 
     name, vocab = "scripted", None
 
@@ -211,7 +214,8 @@ class Scripted(DrafterBase):
 
 
 ROUNDS = [(6, 6), (6, 0), (0, 0), (4, 2), (6, 5), (1, 0), (6, 0), (6, 0), (1, 1), (3, 1)]
-"""Drafted and right a round: all, none, no drafts, some; alternating. 15 of 36 drafts are right: 2.5 tokens a round."""
+"""Drafted and correct tokens per round: all, none, no drafts, some. 15 of 36 draft tokens are
+correct: 2.5 tokens per round."""
 
 
 def decoded(model, drafter=None, *, tokens: int, k: int = K) -> Generation:
@@ -219,7 +223,7 @@ def decoded(model, drafter=None, *, tokens: int, k: int = K) -> Generation:
 
 
 def check_decoding(model, *, tokens: int) -> Generation:
-    """Speculative greedy decoding by ROUNDS gives the tokens of plain decoding."""
+    """Check that speculative greedy decoding by ROUNDS gives the tokens of plain decoding."""
     truth = decoded(model, tokens=tokens).token_ids
     made = decoded(model, Scripted(truth, ROUNDS), tokens=tokens)
     assert made.token_ids == truth and 0 < made.accepted_tokens < made.total_draft_tokens
@@ -227,7 +231,7 @@ def check_decoding(model, *, tokens: int) -> Generation:
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(2))
-def test_greedy_decoding_is_that_of_the_plain_run(family, way, opener):
+def test_greedy_decoding_equals_plain_decoding(family, way, opener):
     model = opener(family, way, n_ctx=256)
     check_decoding(model, tokens=150 if family in GGUFS else 60)
     assert model.rollback.nbytes < 2**20
@@ -237,7 +241,7 @@ def test_greedy_decoding_is_that_of_the_plain_run(family, way, opener):
         if way == "fused":
             assert cost.fused > 0 and cost.n_restored > 0
         if way == "snapshots":
-            assert cost.taken_back > 0 and cost.refed <= K  # only the first round reaches behind a decode
+            assert cost.taken_back > 0 and cost.refed <= K  # only the first round spans decodes
 
 
 @pytest.mark.slow
@@ -252,7 +256,7 @@ def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
     [("qwen3_5_text", "auto", 1.0), *((QWEN, way, 0.9) for way in ("snapshots", "fused", "checkpoint"))],
 )
 def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, least, opener):
-    """Both go back, the draft over its single steps; at the same weights every draft is accepted, or nearly."""
+    """Both models rewind, the draft model over single steps; nearly all drafts are accepted."""
     target, twin = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400)
     truth = decoded(target, tokens=60).token_ids
     drafts = [(twin, True), *([(opened(family, n_ctx=256, seed=5), False)] if family not in GGUFS else [])]
@@ -262,11 +266,11 @@ def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, least, ope
         assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
 
 
-# --- planted faults: each is a mistake that somebody made ---------------------------------------------------------
+# --- planted faults, each a known mistake ---------------------------------------------------------
 
 
 def left_ahead(part: str):
-    """All goes back but `part`: the states (Cache.crop of transformers 5.23), or the windows (llama.cpp 28120)."""
+    """Roll back all but `part`: states (transformers' Cache.crop) or windows (llama.cpp 28120)."""
 
     def take_back(recorder, n: int) -> None:
         layers = [layer for _, layer in recurrent_layers(recorder._engine.cache)]
@@ -279,7 +283,7 @@ def left_ahead(part: str):
 
 
 def off_by(n: int):
-    """A replay that takes one token too few, or too many."""
+    """Return a replay of one token too few, or too many."""
 
     def take_back(recorder, taken: int) -> None:
         right = recorder._state_at
@@ -300,14 +304,14 @@ def check_fault_is_seen(model: HfModel, plain: HfModel) -> None:
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
 @pytest.mark.parametrize("fault", [left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1)])
-def test_a_state_or_a_window_that_is_not_the_right_one_is_seen(way, fault):
+def test_a_wrong_state_or_window_is_detected(way, fault):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
     model.rollback._recorder.take_back = lambda n: fault(model.rollback._recorder, n)
     check_fault_is_seen(model, plain)
 
 
 @pytest.mark.parametrize("way", ["checkpoint", "fused"])
-def test_a_checkpoint_that_lacks_the_windows_is_seen(way, monkeypatch):
+def test_a_checkpoint_without_windows_is_detected(way, monkeypatch):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
 
     def put_back(saved, cache) -> None:
@@ -324,9 +328,12 @@ def changed(*_args) -> None:
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [(left_ahead("conv_states"), "does not bring back the state"), (changed, "fails: .*a kernel takes")],
+    [
+        (left_ahead("conv_states"), "does not restore the earlier state"),
+        (changed, "fails: .*a kernel takes"),
+    ],
 )
-def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeypatch, fault, reason):
+def test_a_broken_strategy_is_not_used_and_leaves_no_changes(monkeypatch, fault, reason):
     net = torch_model("qwen3_5_text")
     plain = HfModel(net, None, name="plain", rollback="checkpoint").forward(IDS)
     before = listeners(net)
@@ -335,10 +342,10 @@ def test_a_way_back_that_is_broken_is_not_used_and_leaves_nothing_behind(monkeyp
         with pytest.raises(LoadError, match=f"replay {reason}"):
             HfModel(net, None, name="broken", rollback="replay")
         assert listeners(net) == before
-        assert opened("qwen3_5_text").caps.rewind == "snapshots"  # the next that a probe finds exact
+        assert opened("qwen3_5_text").caps.rewind == "snapshots"  # the next exact strategy
     model = HfModel(net, None, name="m", rollback="replay")
-    np.testing.assert_array_equal(model.forward(IDS), plain)  # listening changes no result
-    with pytest.raises(InputError, match="listened to already"):
+    np.testing.assert_array_equal(model.forward(IDS), plain)  # recording changes no result
+    with pytest.raises(InputError, match="already has a recorder"):
         HfModel(net, None, name="second", rollback="snapshots")
     model.close()
     assert listeners(net) == before
@@ -349,7 +356,7 @@ def listeners(net) -> set[str]:
 
 
 @pytest.mark.parametrize("family", (*FORGETFUL, *SINGLE))
-def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
+def test_replay_rejects_a_family_without_a_recurrence_and_auto_runs_token_by_token(family):
     with pytest.raises(InputError, match="use rollback=snapshots"):
         opened(family, "replay")
     model = opened(family)
@@ -360,7 +367,7 @@ def test_a_family_without_a_recurrence_to_replay_is_refused_and_steps(family):
     ("family", "way"),
     [("qwen3_5_text", way) for way in STRATEGIES] + [(QWEN, way) for way in STRATEGIES[2:]],
 )
-def test_an_interrupt_while_going_back_leaves_no_wrong_state(family, way, opener, monkeypatch):
+def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monkeypatch):
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
     model.forward(IDS[:9])
     model.forward(IDS[20:26])
@@ -375,7 +382,7 @@ def test_an_interrupt_while_going_back_leaves_no_wrong_state(family, way, opener
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
-def test_what_is_recorded_is_bounded_and_the_border_stays_in_reach(way):
+def test_recordings_are_bounded_and_the_boundary_stays_in_reach(way):
     model, plain = opened("qwen3_5_text", way, rollback_depth=4), opened("qwen3_5_text", "recompute")
     few = opened("qwen3_5_text", way, rollback_depth=4)
     few.forward(IDS[:9])
@@ -395,18 +402,18 @@ def test_what_is_recorded_is_bounded_and_the_border_stays_in_reach(way):
             assert model.rollback.cost.recomputed == 0
 
 
-def test_snapshots_that_the_memory_does_not_hold_are_not_kept(monkeypatch):
+def test_snapshots_that_do_not_fit_in_memory_are_not_used(monkeypatch):
     monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**40)
     assert opened("mamba", n_ctx=64).caps.rewind == "snapshots"
     monkeypatch.setattr("specnb.machine.free_bytes", lambda _device: 2**20)
-    with pytest.raises(MemoryShortError, match="what rollback=snapshots keeps of mamba does not fit"):
+    with pytest.raises(MemoryShortError, match="rollback=snapshots for mamba does not fit"):
         opened("mamba", "snapshots")
 
 
 # --- llama.cpp: its snapshots, saved states, memory, closing and threads ------------------------------------------
 
 
-def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(llama):
+def test_drafts_beyond_the_snapshots_use_the_saved_state(llama):
     model, plain = llama(QWEN, "snapshots", rollback_depth=3), llama(QWEN, "recompute")
     for each in (model, plain):
         each.forward(IDS[:9])
@@ -419,8 +426,8 @@ def test_drafts_beyond_the_snapshots_go_back_by_the_saved_state(llama):
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
-def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, files, monkeypatch):
-    """seq_rm says True to the whole of the last decode, and the logits are wrong: the planted fault."""
+def test_a_reach_that_trusts_llama_cpp_is_detected_and_opens_no_model(llama, files, monkeypatch):
+    """Planted fault: seq_rm returns True for the whole last decode, and the logits are wrong."""
     model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
     monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     for each in (model, plain):
@@ -428,7 +435,7 @@ def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, 
     model.forward(IDS[20:24])
     model.rewind(4)
     assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
-    with pytest.raises(LoadError, match="no exact way back: snapshots does not bring back"):
+    with pytest.raises(LoadError, match="no exact rollback: snapshots does not restore"):
         GgufModel.open(files[QWEN], threads=1, rollback="snapshots")
     other = GgufModel.open(files[QWEN], threads=1)
     assert other.caps.rewind == "fused"
@@ -436,7 +443,7 @@ def test_a_reach_that_believes_llama_is_seen_and_such_a_model_not_opened(llama, 
 
 
 def test_saved_states_do_not_outlive_a_reset(llama):
-    """A blob loaded into a cleared context brings a state without its attention entries, and says nothing."""
+    """A saved state loaded into a cleared context silently lacks its attention entries."""
     model, plain = llama(QWEN, "checkpoint"), llama(QWEN, "recompute")
     model.forward(IDS[:9])
     model.forward(IDS[9:12])
@@ -447,13 +454,14 @@ def test_saved_states_do_not_outlive_a_reset(llama):
     check_same(model, plain)
 
 
-def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(files, monkeypatch):
+def test_memory_for_snapshots_is_checked_and_they_are_dropped_if_it_is_short(files, monkeypatch):
     file = files[QWEN]
     model = GgufModel.open(file, threads=1, rollback="snapshots")
-    model.forward(IDS[:9])  # an empty state saves as nothing
+    model.forward(IDS[:9])  # an empty state has no size
     one = model._engine.state_bytes
     none, eight, sixteen = (state_bytes(model._model, 512, "f32", n) for n in (0, 8, 16))
-    assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one  # an upper bound: every layer is counted as recurrent
+    # an upper bound: all layers count as recurrent
+    assert 16 * 0.8 * one < sixteen - none < 16 * 2 * one
     model.close()
     with pytest.raises(InputError, match="was closed"):
         str(model.rollback.nbytes)
@@ -466,18 +474,18 @@ def test_memory_for_the_snapshots_is_checked_and_done_without_where_it_is_short(
         GgufModel.open(file, threads=1, kv="f32", rollback="snapshots")
 
 
-def test_more_snapshots_than_llama_survives_are_refused(files):
+def test_more_snapshots_than_llama_cpp_supports_are_rejected(files):
     with pytest.raises(InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"):
         GgufModel.open(files["lfm2.gguf"], threads=1, rollback_depth=24)
-    for n_ctx in (2, 4, 17):  # too few tokens a batch for so many planes
+    for n_ctx in (2, 4, 17):  # too few tokens per batch for so many planes
         model = GgufModel.open(files["lfm2.gguf"], threads=1, n_ctx=n_ctx)
         assert np.isfinite(model.forward([3, 4])).all()
         model.close()
 
 
 @pytest.mark.parametrize("family", GGUFS)
-def test_the_number_of_threads_changes_no_bit_and_may_change_between_forwards(files, family):
-    """Threads follow the load of the machine, so no result may depend on them."""
+def test_the_number_of_threads_changes_no_bit_and_may_change_between_passes(files, family):
+    """The number of threads follows the machine's load, so no result may depend on it."""
     alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
     try:
         for at, n in enumerate((9, 1, 4, 1, 2)):

@@ -1,4 +1,4 @@
-"""The router loses no more than its ledger says, whatever drafters do and the clock shows; and it finds what pays."""
+"""The router loses at most what its ledger allows, for any drafters; and finds what pays."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ FAILED = (131, 1462)
 
 
 class Scripted(DrafterBase):
-    """Proposes right tokens in the rounds of `trusted`, else wrong ones, and takes its time on the fake clock."""
+    """Proposes correct tokens in `trusted` rounds, else wrong ones, and advances the fake clock."""
 
     def __init__(self, world, name, right, draft_s, *, copies=False):
         self.name, self.world, self.right, self.draft_s = name, world, right, draft_s
@@ -32,7 +32,7 @@ class Scripted(DrafterBase):
 
 
 class World:
-    """A text, a clock that drifts, and forwards whose cost rises with their width."""
+    """A text, a clock that drifts, and forward passes whose cost increases with the width."""
 
     def __init__(self, seed, n_tokens, drift):
         self.rng = np.random.default_rng(seed)
@@ -42,7 +42,7 @@ class World:
         self.verify_s = np.array([0.0, *(STEP_S * (1 + rise * j) for j in range(K_MAX + 1))])
 
     def run(self, router, n_prompt=4):
-        """Return the seconds that decoding took, and those of plain decoding on the same clock, after each round."""
+        """Return the seconds of decoding and of plain decoding after each round, on one clock."""
         tokens = [int(t) for t in self.text[:n_prompt]]
         view, plain = TokenView(tokens), 0.0
         router.start(view)
@@ -64,7 +64,7 @@ class World:
 
 
 def adversaries(world):
-    """Always wrong; right until trusted, then wrong; wrong at first; now and then; slow; and one that copies."""
+    """Always wrong; correct until trusted; wrong at first; sometimes correct; slow; and lookup."""
     turn = int(world.rng.integers(3, 30))
     behaviours = [lambda n: False, lambda n: n < turn, lambda n: n > turn, lambda n: n % turn == 0, lambda n: True]
     scripted = [
@@ -80,7 +80,7 @@ def route(world, drafters, verify_s=None):
 
 
 def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
-    """Return by how many seconds two texts exceed their bounds from the first round on, or from any; below 0 they hold.
+    """Return the seconds beyond the bounds of two texts, from the first round or from any.
 
     `misjudged`: T(1) was measured up to four times too low or too high, each T(n)/T(1) up to a third, and the clock
     does not drift.
@@ -91,7 +91,7 @@ def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
     router = route(world, drafters, world.verify_s * np.exp(errors * misjudged))
     if slow_start:
         for arm in router.arms:
-            arm.draft_s /= 5  # it was measured too fast
+            arm.draft_s /= 5  # T(1) was measured too low
     breaches = []
     for _ in range(2):
         step_s, before = STEP_S * world.pace, router.ledger.plain_s
@@ -113,7 +113,7 @@ def test_the_bound_holds_for_any_drafters_and_any_clock(n_runs):
     assert max(breach(seed, misjudged=True) for seed in range(n_runs // 4)) <= 1e-9
 
 
-def test_a_ledger_that_forgets_small_losses_is_found(monkeypatch):
+def test_a_ledger_that_ignores_small_losses_is_detected(monkeypatch):
     def book(self, spent_s, plain_s, estimate_s):
         self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
         lost = spent_s - (1 + EPS) * plain_s
@@ -123,7 +123,7 @@ def test_a_ledger_that_forgets_small_losses_is_found(monkeypatch):
     assert max(breach(seed, n_tokens=300) for seed in range(60)) > STEP_S
 
 
-def test_the_arm_that_pays_is_found_and_the_others_are_left():
+def test_the_arm_that_pays_is_found_and_the_others_are_dropped():
     world = World(2, 600, drift=0.0)
     world.verify_s[1:] = STEP_S * (1 + 0.02 * np.arange(K_MAX + 1))
     wrong = [Scripted(world, "wrong", lambda n: False, 0.05 * STEP_S),

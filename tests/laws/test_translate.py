@@ -1,4 +1,4 @@
-"""The laws of drafting across vocabularies: the target's tokens and its distribution, whatever the draft's ids mean."""
+"""The laws of drafting across vocabularies: the target's tokens and distribution are unchanged."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ GRID = [
     for j, sampling in enumerate(SETTINGS)
     for r, rule in enumerate(["token", "block"])
 ]
-"""Every two of pair, settings and rule meet by default, all three in the slow line."""
+"""Pairwise combinations of models, settings and rule by default; all triples in slow runs."""
 
 
 def pair(name, seed):
@@ -60,8 +60,8 @@ def test_drafts_in_another_vocabulary_keep_the_law(name, sampling, rule):
     assert off_by(target, tokens(target, draft), sampling, n=3, k=2, rule=rule) < 1e-9
 
 
-def test_longer_blocks_and_an_end_inside_them_keep_the_law():
-    """The end of generation has other ids in the two vocabularies; a block ends with it."""
+def test_longer_blocks_that_end_early_keep_the_law():
+    """The end-of-generation ids of the two vocabularies differ; a block ends with one."""
     target = model((b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1}))
     draft = model((b"<e>", b"b", b"a"), seed=6, eog=frozenset({0}), special=frozenset({0}))
     assert off_by(target, tokens(target, draft), ONE, n=4, k=3, prompt=(0, 2, 0)) < 1e-9
@@ -69,8 +69,8 @@ def test_longer_blocks_and_an_end_inside_them_keep_the_law():
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("pieces", [(b"c", b"a", b"b"), (*ABC, b"", b""), (b"", b"b", b"a", b"", b"c")], ids=str)
-def test_the_same_model_behind_other_ids_is_never_rejected(pieces, sampling):
-    """q is the target's own row: a map that scatters it elsewhere, were it lossless, would lose this."""
+def test_the_same_model_with_other_ids_is_never_rejected(pieces, sampling):
+    """q equals the target's row; a wrong map of ids would lower acceptance, even if lossless."""
     target = model(ABC, order=2, seed=4, sharpness=1.0)
     for seed in range(8):
         made = generate(
@@ -84,7 +84,7 @@ def test_the_same_model_behind_other_ids_is_never_rejected(pieces, sampling):
 
 
 class Scattered(ModelDrafter):
-    """Draws from the draft's row in one order and reports q in another.
+    """Draws from the draft's row in one order, and reports q in another.
 
     The order in which its pruned output holds the shared pieces is that of a hash map, the order in which it is
     written to the target's ids is ascending.
@@ -127,7 +127,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""])
     n_ctx=st.sampled_from([4, 15, 4096]),
 )
 @settings(max_examples=300, deadline=None)
-def test_greedy_equals_plain_whatever_the_pieces(pieces, seed, k, prompt, temperature, controller, n_ctx):
+def test_greedy_is_plain_for_any_pieces(pieces, seed, k, prompt, temperature, controller, n_ctx):
     target = model([b"a", *pieces[0]], order=2, seed=seed)
     draft = model([*pieces[1], b"a"], seed=seed + 1, n_ctx=n_ctx)
     prompt = [token % target.vocab.size for token in prompt]
@@ -148,7 +148,7 @@ DRAFT = "smollm2-135m:q4_0?threads=1"
 
 @pytest.mark.model
 @pytest.mark.parametrize(("family", "name"), [("gpt-2", TORCH), pytest.param("qwen2.5", LLAMA, marks=SLOW)])
-def test_a_real_draft_in_another_familys_tokens_is_lossless_and_accepted(opened, name, family):
+def test_a_real_draft_model_with_another_vocabulary_is_lossless_and_accepted(opened, name, family):
     target = opened(name)
     drafter = tokens(target, with_vocabulary(opened(DRAFT), read_shelf(family)))
     plain, drafted = (

@@ -1,7 +1,7 @@
-"""The law of trees: every node is as if its path alone had been fed, and a kept path as if there had been no tree.
+"""The law of trees: a node equals a pass over its path, and a kept path equals plain decoding.
 
-For the toy, and for random torch models of several families: our own forward, and transformers' under two kernels.
-Broken trees are planted below, and are seen.
+For the toy model and random torch models of several families, in our decoder, and in transformers
+with two attention kernels. Planted faults are detected below.
 """
 
 from functools import cache
@@ -31,11 +31,11 @@ NAMES = ("toy", *(f"{family}, {attention}" for family, attention in product(FAMI
 NAMES += ("llama, decoder", "qwen3, decoder")
 IDS = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 512)]
 CLOSE = 2e-5
-"""Share of a row's norm that float32 moves between a tree and its paths; a wrong position or sibling moves a tenth."""
+"""Relative error by float32 rounding between a tree and its paths; wrong positions cause 0.1."""
 
 
 def made(name: str) -> TreeModel:
-    """The model of that name, empty."""
+    """Return the model of that name, with an empty state."""
     model = _model(name)
     model.reset()
     return model
@@ -61,12 +61,12 @@ def from_scratch(model: LanguageModel, ids: list[int], rows: int | None = None) 
 
 
 def apart(found: np.ndarray, expected: np.ndarray) -> float:
-    """The row that differs most: its distance as a share of its norm."""
+    """Return the largest relative difference of a row."""
     return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
 
 
 def off_by(model: TreeModel, past: list[int], tree: Tree) -> float:
-    """How far the nodes of `tree` behind `past` are from their paths, fed from scratch."""
+    """Return the error of the nodes of `tree` after `past`, against passes over their paths."""
     nodes = IDS[-len(tree) :]
     found = in_tree(model, past, tree)
     return max(
@@ -85,7 +85,7 @@ def in_tree(model: TreeModel, past: list[int], tree: Tree) -> np.ndarray:
 
 
 def off_after(model: TreeModel, past: list[int], tree: Tree, kept: list[int]) -> float:
-    """How far the model is, over three forwards, from one that had the tokens of `kept` only."""
+    """Return the error in three more passes, against a model that processed only `kept`."""
     nodes = IDS[-len(tree) :]
     in_tree(model, past, tree)
     model.keep_path(kept)
@@ -104,7 +104,7 @@ trees = st.integers(1, 14).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 
 
 
 @given(tree=trees)
-def test_a_tree_by_its_paths(tree):
+def test_paths_depths_and_mask_of_a_tree(tree):
     paths = {node: tree.path(node) for node in range(len(tree))}
     assert tree.depths == tuple(len(path) - 1 for path in paths.values())
     assert all(tree.seen[node].nonzero()[0].tolist() == path for node, path in paths.items())
@@ -120,7 +120,7 @@ def test_a_tree_by_its_paths(tree):
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12, deadline=None)
 @given(tree=trees, held=st.integers(0, 30), data=st.data())
-def test_a_node_is_its_path_and_a_kept_path_all_there_was(name, tree, held, data):
+def test_a_node_equals_its_path_and_a_kept_path_equals_plain_decoding(name, tree, held, data):
     model = made(name)
     assert isinstance(model, TreeModel) and model.caps.trees and not model.caps.trees_reason
     assert off_by(model, IDS[:held], tree) < CLOSE
@@ -129,18 +129,18 @@ def test_a_node_is_its_path_and_a_kept_path_all_there_was(name, tree, held, data
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_chain_is_a_forward(name):
+def test_a_chain_equals_a_forward_pass(name):
     model = made(name)
     model.forward(IDS[:9], 0)
     expected = model.forward(IDS[-8:])
     np.testing.assert_array_equal(in_tree(model, IDS[:9], Tree.chain(8)), expected)
-    beside = Tree((*Tree.chain(7).parents, -1))  # one more node, so that it goes through the mask
+    beside = Tree((*Tree.chain(7).parents, -1))  # one more node, so that it needs the mask
     assert apart(in_tree(model, IDS[:9], beside)[:7], expected[:7]) < CLOSE
 
 
 @pytest.mark.parametrize("attention", ["decoder", "sdpa", "eager"])
-def test_long_trees_behind_long_texts(attention):
-    """Longer than the cache's first room, and than the blocks that count as prefill in a chain."""
+def test_long_trees_after_long_texts(attention):
+    """Longer than the cache's first buffer, and than the chains that count as prefill."""
     model = torch_lm(attention=attention, n_ctx=512)
     for held, nodes in ((FIRST_ROOM - 5, 100), (20, 300), (0, 150)):
         tree = random_tree(nodes, held)
@@ -151,8 +151,8 @@ def test_long_trees_behind_long_texts(attention):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_node_has_the_bits_of_its_path_and_a_chain_those_of_steps(dtype, monkeypatch):
-    """Also behind a past that ends near a multiple of what keys are padded to, and for trees of many leaves."""
+def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, monkeypatch):
+    """Also if the past ends near a multiple of the padded key length, and for many leaves."""
     model = torch_lm(attention="decoder", n_ctx=256, dtype=dtype)
     same = np.testing.assert_array_equal if model.caps.same_bits_up_to else lambda *_: None
     for held, nodes in ((0, 5), (9, 20), (61, 6), (60, 64), (125, 12)):
@@ -170,7 +170,7 @@ def test_a_node_has_the_bits_of_its_path_and_a_chain_those_of_steps(dtype, monke
         same(in_tree(model, IDS[:held], Tree.chain(length)), steps)
 
 
-# --- refusals and failures ------------------------------------------------------------------------------------------
+# --- rejections and failures ----------------------------------------------------------------------
 
 
 @pytest.fixture(params=["toy", "llama, decoder", "llama, sdpa"])
@@ -195,7 +195,7 @@ def check_untouched(model: TreeModel) -> None:
         ([5] * 62, Tree((-1,) * 62), CapacityError, "holds 64 tokens: 3 and 62 more"),
     ],
 )
-def test_a_refused_tree_changes_nothing_and_the_context_can_be_filled(model, ids, tree, error, message):
+def test_a_rejected_tree_changes_nothing(model, ids, tree, error, message):
     with pytest.raises(error, match=message):
         model.forward_tree(ids, tree)
     assert model.n_past == 3
@@ -206,7 +206,7 @@ def test_a_refused_tree_changes_nothing_and_the_context_can_be_filled(model, ids
     check_untouched(model)
 
 
-def test_nothing_builds_on_a_tree_that_is_not_settled(model):
+def test_an_unsettled_tree_blocks_all_other_calls(model):
     with pytest.raises(StateError, match="none to settle"):
         model.keep_path([])
     model.forward_tree([5, 6, 7], Tree((-1, 0, -1)))
@@ -231,7 +231,7 @@ def test_nothing_builds_on_a_tree_that_is_not_settled(model):
 )
 @pytest.mark.parametrize("where", ["forward", "gather"])
 @pytest.mark.parametrize("name", ["llama, decoder", "llama, sdpa"])
-def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, name, where, error, seen):
+def test_a_failed_tree_restores_the_state(monkeypatch, name, where, error, seen):
     model = made(name)
     model.forward(IDS[:3])
 
@@ -261,10 +261,10 @@ def test_a_tree_that_fails_half_way_leaves_the_state_before_it(monkeypatch, name
         ("bloom", {}, "index in the cache"),
         ("bart", {}, "index in the cache"),
         ("falcon", {"alibi": True}, "index in the cache"),
-        ("mamba2", {}, "the way back of this model is replay"),
+        ("mamba2", {}, "the rollback strategy of this model is replay"),
     ],
 )  # fmt: skip
-def test_models_that_would_be_wrong_say_why_they_take_no_trees(kind, config, why):
+def test_models_that_would_be_wrong_report_why_they_support_no_trees(kind, config, why):
     model = HfModel(torch_model(kind, **config), None, name=kind)
     assert not model.caps.trees and why in model.caps.trees_reason
     with pytest.raises(InputError, match=f"{kind} cannot compute trees: .*{why}"):
@@ -318,7 +318,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("name", "plant"), [(name, plant) for name, plants in BROKEN.items() for plant in plants])
-def test_a_broken_tree_is_seen_by_the_law_and_by_the_probe(name, plant):
+def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, plant):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
     assert probe.probe_trees(model) == ""

@@ -1,6 +1,7 @@
-"""The laws of verifying trees, beside those of `test_greedy` and `test_distribution`, which hold for them as well.
+"""The laws of tree verification, in addition to those of `test_greedy` and `test_distribution`.
 
-Everything here runs the shipped loop over closed-form models; the drafters are trees of fixed or random tokens.
+All tests run the shipped loop on closed-form models; drafters propose trees of fixed or random
+tokens.
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tests.laws.trees import Trees
 
 
 def rejected_one_by_one(logits, proposal, chooser):
-    """The other formulation: each child is a point mass, tried in turn against what is left of p."""
+    """Alternative formulation: each child is a point mass, tested against the residual of p."""
     node, path = COMMITTED, []
     while True:
         p = chooser.sampling.probabilities(logits[node + 1])
@@ -42,8 +43,8 @@ def rejected_one_by_one(logits, proposal, chooser):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_walking_is_rejecting_child_by_child_with_the_probability_that_it_says(seed):
-    """Of position j given that it is reached by this path: what the enumeration says as well."""
+def test_a_walk_equals_rejection_child_by_child_with_the_stated_probability(seed):
+    """The probability of position j, if its path is reached, also equals the enumeration."""
     rng = np.random.default_rng(seed)
     proposal = Trees(5, 4, seed).propose([0], 5, None)
     logits = 1.5 * rng.standard_normal((6, 4))
@@ -60,7 +61,7 @@ def test_walking_is_rejecting_child_by_child_with_the_probability_that_it_says(s
             assert chance == pytest.approx(gone_on / sum(made[o] for o in here), abs=1e-12)
 
 
-# --- typical acceptance: lossy, and what it says it is --------------------------------------------------------------
+# --- typical acceptance: lossy, as documented -----------------------------------------------------
 
 
 SURE, EVEN, SPLIT = [0.9, 0.06, 0.04, 0.0], [0.25] * 4, [0.2, 0.5, 0.3, 0.0]
@@ -68,19 +69,19 @@ FLAT = [1 / 16] * 16
 
 
 @pytest.mark.parametrize(("rows", "ids", "parents", "path"), [
-    # the longest path whose nodes all pass; the threshold of an even row is min(0.09, 0.3 / 4) = 0.075,
+    # the longest path whose nodes pass; the threshold of EVEN is min(0.09, 0.3 / 4) = 0.075,
     # of SURE min(0.09, 0.3 * exp(-0.40)) = 0.09
     ([EVEN, SURE, EVEN, SURE, EVEN, EVEN], [0, 1, 1, 2, 0], (-1, -1, 0, 1, 3), (1, 3, 4)),
     ([EVEN, SURE, SURE, EVEN], [0, 1, 1], (-1, -1, 1), (0,)),
     ([SURE, EVEN, EVEN], [1, 2], (-1, 0), ()),
-    # less is asked of a token where the target is undecided: below epsilon = 0.09, above 0.3 * exp(-entropy)
+    # a high entropy of the target lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
     ([FLAT, FLAT], [3], (-1,), (0,)), ([[0.06] * 15 + [0.1], FLAT], [0], (-1,), (0,)),
-    ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon decides
-    # of equally long paths the likeliest: 0.2 * 0.9 against 0.5 * 0.25
+    ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon applies
+    # of equally long paths the most probable: 0.2 * 0.9 against 0.5 * 0.25
     ([SPLIT, EVEN, EVEN, EVEN], [0, 1, 2], (-1, -1, -1), (1,)),
     ([SPLIT, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1), (0, 2)),
 ])  # fmt: skip
-def test_typical_keeps_the_longest_and_likeliest_path_that_passes(rows, ids, parents, path):
+def test_typical_accepts_the_longest_and_most_probable_path_that_passes(rows, ids, parents, path):
     verdict = accept.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), Always())
     assert verdict.path == path and verdict.accept_prob == ((1.0,) * len(path) or (0.0,))
     assert verdict.next_id == np.argmax(rows[path[-1] + 1 if path else 0])
@@ -90,7 +91,7 @@ def test_typical_keeps_the_longest_and_likeliest_path_that_passes(rows, ids, par
 
 
 def _best_child_untested(logits, proposal, chooser):
-    """Goes down the first branch, whatever the target says."""
+    """Follows the first branch, whatever the target's logits are."""
     node, path = COMMITTED, []
     while children := proposal.tree.children(node):
         node = children[0]
@@ -99,7 +100,7 @@ def _best_child_untested(logits, proposal, chooser):
 
 
 def _not_renormalised(logits, proposal, chooser):
-    """Tries each child with its p, not with its share of what is left."""
+    """Tests each child with its p instead of its share of the residual."""
     node, path = COMMITTED, []
     while True:
         p = chooser.sampling.probabilities(logits[node + 1])
@@ -134,7 +135,7 @@ def test_planted_faults_break_the_law(faulty):
     assert off_by(target, Trees(4, 3, parents=(-1, -1, 0, 1)), ONE, n=3, k=4, rule=rule) > 0.005
 
 
-# --- what cannot be verified ----------------------------------------------------------------------------------------
+# --- invalid trees --------------------------------------------------------------------------------
 
 
 def proposing(proposal, nodes=0):
@@ -154,7 +155,7 @@ def proposing(proposal, nodes=0):
     ids=["twins", "sizes", "rows", "more"],
 )
 @pytest.mark.parametrize("declared", [0, 4])
-def test_what_is_no_tree_of_drafts_is_refused(proposal, declared):
+def test_invalid_trees_are_rejected(proposal, declared):
     with pytest.raises(InputError):
         generate(toy.cyclic(5), [0], drafter=proposing(proposal, declared), k=4, max_new_tokens=20)
 
@@ -166,7 +167,7 @@ def test_a_tree_may_be_empty():
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
 def test_no_node_is_deeper_than_what_can_still_be_committed(n):
-    """And what is kept hangs together as it did."""
+    """And the remaining nodes form a consistent tree."""
     chain_and_star = Proposal((1, 2, 3, 4, 2, 3), tree=Tree((-1, 0, 1, 2, -1, 4)))
     made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 6), max_new_tokens=n)
     first = made.rounds[0]
@@ -175,8 +176,8 @@ def test_no_node_is_deeper_than_what_can_still_be_committed(n):
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_target_that_cannot_compute_trees_is_refused(announced):
-    """Before the first token; a tree that was not announced when it is proposed."""
+def test_a_target_without_tree_support_is_rejected(announced):
+    """Before the first token; an undeclared tree, when it is proposed."""
     target = toy.cyclic(5)
     target.caps = replace(target.caps, trees=False, trees_reason="its layers have sliding windows")
     drafter = Trees(3, 5) if announced else proposing(Proposal((1, 2), tree=Tree((-1, -1))))
@@ -186,14 +187,14 @@ def test_a_target_that_cannot_compute_trees_is_refused(announced):
         generate(target, [0], drafter=drafter)
 
 
-def test_a_controller_of_chains_does_not_reckon_with_trees():
+def test_a_controller_for_chains_rejects_trees():
     with pytest.raises(InputError, match="rolling acceptance"):
         generate(toy.cyclic(5), [0], drafter=Trees(3, 5), k=RollingAcceptance())
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_bad_logits_in_a_tree_stop_the_run_with_their_place(temperature):
-    """The third of the nodes, which is the second of its path, has NaN: two tokens behind the prompt."""
+def test_bad_logits_in_a_tree_stop_the_run_with_their_position(temperature):
+    """The third node, the second of its path, has NaN: two tokens after the prompt."""
     fed = []
 
     def logits_of(prefix):
@@ -211,7 +212,7 @@ def test_bad_logits_in_a_tree_stop_the_run_with_their_place(temperature):
 
 
 class Knowing(Trees):
-    """Drafts a bush in which the true continuation runs along nodes 1, 3, 4, other tokens beside it."""
+    """Proposes a tree with the correct continuation at nodes 1, 3 and 4, and other siblings."""
 
     def __init__(self, prompt, truth, vocab):
         super().__init__(6, vocab)

@@ -1,4 +1,4 @@
-"""Trees that the laws of tree verification are tried on."""
+"""Trees for the laws of tree verification."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from specnb.lm.tree import COMMITTED, Tree
 
 
 def random_tree(n_nodes: int, seed: int) -> Tree:
-    """Every node follows any earlier one, or the committed text."""
+    """Return a random tree: each node follows an earlier one, or the committed text."""
     rng = np.random.default_rng(seed)
     return Tree(tuple(int(rng.integers(-1, node)) for node in range(n_nodes)))
 
@@ -23,7 +23,7 @@ TREES = {
 
 
 class Trees(LookupDrafter):
-    """Drafts a tree of tokens that depend on the text alone: `size` nodes, `vocab` tokens, children all different."""
+    """Proposes a tree of `size` nodes and `vocab` tokens by the text; siblings differ."""
 
     def __init__(self, size, vocab, seed=0, parents=None):
         super().__init__()

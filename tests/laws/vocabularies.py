@@ -1,4 +1,4 @@
-"""Closed-form models over any vocabulary: the same text in other ids, other pieces, other padding."""
+"""Closed-form models over any vocabulary: equal texts with other ids, pieces and padding."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ from specnb.lm.vocab import Vocabulary
 
 
 class SpellingLM(toy.ToyLM):
-    """A toy with a tokenizer: the longest piece first, so that appended text can change the last token."""
+    """A toy model that tokenizes by longest match: appended text can change the last token."""
 
     def encode(self, text, *, special=True):
         raw, ids = text.encode(), []
@@ -25,7 +25,7 @@ class SpellingLM(toy.ToyLM):
 
 
 def model(pieces, *, order=1, seed=0, sharpness=1.5, n_ctx=4096, **vocabulary):
-    """A random Markov model whose id i is `pieces[i]`."""
+    """Return a random Markov model whose id i is `pieces[i]`."""
     made = toy.markov(len(pieces), order=order, seed=seed, sharpness=sharpness)
     made.__class__ = SpellingLM
     made.vocab = Vocabulary(pieces=tuple(pieces), kind="toy", **vocabulary)
@@ -35,7 +35,7 @@ def model(pieces, *, order=1, seed=0, sharpness=1.5, n_ctx=4096, **vocabulary):
 
 
 def rewritten(source, pieces):
-    """`source` behind other ids: each is the one of the source's with its piece; ids without a like get -inf."""
+    """Return `source` with other ids, mapped by their pieces; ids not in `source` get -inf."""
     of = {p: i for i, p in enumerate(source.vocab.pieces) if p}
     ids = [of.get(piece) for piece in pieces]
 

@@ -1,4 +1,4 @@
-"""The contract of a LanguageModel, held by every engine: what is refused, what a forward returns, the way back."""
+"""The `LanguageModel` contract for all engines: rejected input, logits, and exact rewinds."""
 
 import numpy as np
 import pytest
@@ -30,7 +30,7 @@ BAD_FORWARDS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """One model an engine; torch and llama.cpp in pieces of eight tokens, so that short inputs cross pieces."""
+    """One model per engine; torch and llama.cpp split inputs into chunks of eight tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding, "MAX_BATCH", 8)
@@ -57,12 +57,12 @@ def steps(model: LanguageModel, ids: list[int]) -> np.ndarray:
 
 
 def check_holds_past(model: LanguageModel) -> None:
-    """PAST is in the state, and nothing else: the next token gets the same logits as behind a fresh PAST."""
+    """Check that the state is exactly PAST: the next logits equal those after a fresh PAST."""
     assert model.n_past == 3
     np.testing.assert_array_equal(model.forward([8]), steps(model, [*PAST, 8])[-1:])
 
 
-def test_engines_are_language_models_and_what_they_refuse_changes_nothing(model):
+def test_engines_implement_the_protocol_and_rejected_calls_do_not_change_the_state(model):
     assert isinstance(model, LanguageModel)
     assert model.caps.n_ctx == N_CTX and model.caps.rewind == "crop" and model.vocab.size == VOCAB
     assert model.caps.max_width == (8 if model.caps.engine == "llama.cpp" else N_CTX)
@@ -79,8 +79,8 @@ def test_engines_are_language_models_and_what_they_refuse_changes_nothing(model)
 
 @pytest.mark.parametrize("name", ENGINES)
 @given(pieces=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10)), min_size=1, max_size=5))
-def test_any_path_of_forwards_and_rewinds_gives_the_rows_of_single_steps(models, name, pieces):
-    """Whatever was fed and forgotten on the way, up to the last token of the context; and rows stay the caller's."""
+def test_any_sequence_of_forwards_and_rewinds_equals_single_steps(models, name, pieces):
+    """Up to the last token of the context. Returned rows are not overwritten by later calls."""
     model, held, kept, rng = models[name], [], [], np.random.default_rng(0)
     model.reset()
     for fed, n_rows, forgotten in pieces:
@@ -102,7 +102,7 @@ def test_any_path_of_forwards_and_rewinds_gives_the_rows_of_single_steps(models,
 
 
 class FailsAt:
-    """llama.cpp's interface whose `n`-th decode reports a failure after doing its work, or interrupts."""
+    """llama.cpp's API whose `n`-th decode fails or is interrupted after its computation."""
 
     def __init__(self, api, n: int, error: type[BaseException] | None):
         self._api, self._n, self._error = api, n, error
@@ -120,8 +120,8 @@ class FailsAt:
 
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 @pytest.mark.parametrize("name", ["gguf", "torch"])
-def test_a_forward_that_fails_half_way_leaves_the_state_as_it_was(models, name, error):
-    """In the second piece, or in a layer that has stored the tokens by then."""
+def test_a_failed_forward_pass_restores_the_state(models, name, error):
+    """It fails in the second chunk, or in a layer that has already stored the tokens."""
     model = models[name]
     steps(model, PAST)
 

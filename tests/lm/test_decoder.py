@@ -1,4 +1,4 @@
-"""Our own forward is transformers', and its certificate is true: on this CPU, and under narrower instruction sets."""
+"""The decoder equals transformers; its certificate holds, also with narrower instruction sets."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ MODELS = {
 
 def network(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     net = torch_model(name.split(",")[0], **MODELS[name]).to(dtype).eval()
-    with torch.no_grad():  # norms and biases that do something
+    with torch.no_grad():  # norms and biases with an effect
         for parameter in net.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to(dtype))
@@ -65,7 +65,7 @@ def transformers_rows(net: torch.nn.Module) -> np.ndarray:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_decoder_computes_what_transformers_does(name):
-    """In bfloat16 float64 is the judge: no further from it than transformers' own, and the same top tokens."""
+    """In bfloat16, the error against float64 is at most transformers', and top tokens agree."""
     judge = transformers_rows(network(name, torch.float64))
     spread = judge.std()
     for dtype, bound in ((torch.float64, 1e-5), (torch.float32, 1e-4), (torch.bfloat16, inf)):
@@ -79,7 +79,7 @@ def test_the_decoder_computes_what_transformers_does(name):
         assert (judge[20:].max(1) - judge[np.arange(20, len(IDS)), top] < max(8 * other, 1e-4 * spread)).all()
 
 
-def test_inner_states_are_given_where_they_are_asked_for():
+def test_hidden_states_of_tapped_layers_are_returned():
     net = network("qwen3")
     with torch.inference_mode():
         states = net(torch.tensor([IDS[:9]]), output_hidden_states=True).hidden_states
@@ -90,7 +90,7 @@ def test_inner_states_are_given_where_they_are_asked_for():
         torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
 
 
-def test_a_model_of_some_blocks_computes_what_such_a_network_would():
+def test_a_model_of_some_blocks_equals_a_network_of_these_blocks():
     model, net = opened("qwen3"), network("qwen3")
     net.model.layers = net.model.layers[1:]
     np.testing.assert_allclose(model.keep_blocks([1]).forward(IDS), transformers_rows(net), atol=1e-4)
@@ -103,7 +103,7 @@ def test_a_model_of_some_blocks_computes_what_such_a_network_would():
 @pytest.mark.parametrize(
     ("kind", "config", "dtype", "why"),
     [
-        ("gpt2", {}, torch.float32, "GPT2LMHeadModel is not of LlamaForCausalLM"),
+        ("gpt2", {}, torch.float32, "GPT2LMHeadModel is not one of LlamaForCausalLM"),
         ("llama", {"hidden_act": "gelu"}, torch.float32, "with SiLU"),
         ("mistral", {}, torch.float32, "window of the past"),
         ("llama", {}, torch.float16, "no packed product"),
@@ -111,7 +111,7 @@ def test_a_model_of_some_blocks_computes_what_such_a_network_would():
          "dynamic"),
     ],
 )  # fmt: skip
-def test_what_the_decoder_does_not_compute_is_left_to_transformers(kind, config, dtype, why):
+def test_unsupported_models_run_in_transformers(kind, config, dtype, why):
     net = torch_model(kind, **config).to(dtype)
     assert why in refuse(net)
     model = HfModel(net, None, name=kind)
@@ -122,7 +122,7 @@ def test_what_the_decoder_does_not_compute_is_left_to_transformers(kind, config,
 
 
 def check_certificates() -> None:
-    """Every row of every width up to the certified one has the bits of single steps, at several thread counts."""
+    """Check all rows of all widths up to the certified one against single steps, bit by bit."""
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         for dtype in (torch.float32, torch.bfloat16, "int4"):
@@ -135,12 +135,12 @@ def check_certificates() -> None:
 NARROWER = [("ONEDNN_MAX_CPU_ISA", "AVX2", "avx512f"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512_bf16"),
             ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "amx_bf16"), ("ATEN_CPU_CAPABILITY", "avx2", "avx512f"),
             ("ATEN_CPU_CAPABILITY", "default", "avx2")]  # fmt: skip
-"""A variable, its value, and the instructions that it takes away: where the CPU lacks them nothing changes."""
+"""Variable, value, and the instructions that it disables (no effect if the CPU lacks them)."""
 
 
 @pytest.mark.parametrize(("name", "value", "less"), [("", "", ""), *NARROWER])
-def test_the_certificate_is_true_under_every_instruction_set(name, value, less, tmp_path):
-    """In a process of its own: torch reads the variables once."""
+def test_the_certificate_holds_for_all_instruction_sets(name, value, less, tmp_path):
+    """In a subprocess, because torch reads the variables once."""
     if less and less not in cpuinfo()[1]:
         pytest.skip(f"this CPU has no {less}: {name}={value} takes nothing away")
     env = os.environ | {"SPECNB_CACHE": str(tmp_path)} | ({name: value} if name else {})
@@ -159,7 +159,7 @@ def lone_row_by_another_kernel(patch: pytest.MonkeyPatch, model: HfModel) -> Non
 
 
 def activations_in_chunks(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
-    """As three threads cut them: the end of each chunk is computed by scalar code, whose exp rounds otherwise."""
+    """Split as by three threads: scalar code, whose exp differs, computes the end of each chunk."""
     right = Product.__call__
 
     def product(self, x, activation="none"):
@@ -176,7 +176,7 @@ def activations_in_chunks(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
 
 
 def keys_of_the_block(patch: pytest.MonkeyPatch, _model: HfModel) -> None:
-    """Every row sees the whole block."""
+    """Every row attends to the whole block."""
     right = torch.Tensor.masked_fill_
 
     def fill(mask, hidden, value):
@@ -195,7 +195,7 @@ def other_kernel_above_eight_rows(patch: pytest.MonkeyPatch, _model: HfModel) ->
     patch.setattr(Int4Product, "__call__", product)
 
 
-def test_the_probe_finds_the_width_at_which_the_int4_kernel_changes(monkeypatch):
+def test_the_probe_detects_the_width_at_which_the_int4_kernel_changes(monkeypatch):
     model = opened("llama, int4", "int4")
     assert model.caps.dtype == "int4" and model._engine.decoder.rows == 1 and model.caps.same_bits_up_to == 64
     other_kernel_above_eight_rows(monkeypatch, model)
@@ -203,7 +203,7 @@ def test_the_probe_finds_the_width_at_which_the_int4_kernel_changes(monkeypatch)
 
 
 @pytest.mark.parametrize("plant", [lone_row_by_another_kernel, activations_in_chunks, keys_of_the_block])
-def test_the_probe_finds_a_wrong_rule(plant, monkeypatch):
+def test_the_probe_detects_a_planted_fault(plant, monkeypatch):
     model = opened()
     if not model.caps.same_bits_up_to:
         pytest.skip("this CPU rounds rows by their number anyway")
@@ -214,7 +214,7 @@ def test_the_probe_finds_a_wrong_rule(plant, monkeypatch):
     assert certify(model) == model.caps.same_bits_up_to
 
 
-def test_a_model_computes_with_its_own_threads_and_leaves_the_process_with_others():
+def test_a_model_uses_its_number_of_threads_and_restores_the_number_of_the_process():
     before = torch.get_num_threads()
     model = opened()
     seen = []

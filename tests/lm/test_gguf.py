@@ -1,4 +1,4 @@
-"""GGUF files in llama.cpp: what cannot be opened is one clear error, and no argument ends the process."""
+"""GGUF files in llama.cpp: bad files and arguments raise one error, and never abort the process."""
 
 from contextlib import closing
 
@@ -24,7 +24,7 @@ def file(tmp_path_factory):
     return llama_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
-def test_what_is_no_gguf_file_and_a_truncated_one_is_refused_wherever_it_ends(file, tmp_path, capfd):
+def test_other_files_and_truncated_ones_are_rejected(file, tmp_path, capfd):
     with pytest.raises(InputError, match="absent"):
         load(tmp_path / "absent.gguf")
     data, path = file.read_bytes(), tmp_path / "cut.gguf"
@@ -34,10 +34,10 @@ def test_what_is_no_gguf_file_and_a_truncated_one_is_refused_wherever_it_ends(fi
             with pytest.raises(LoadError, match=r"cut\.gguf") as caught:
                 use(path)
             assert "no reason" not in str(caught.value)
-    assert capfd.readouterr() == ("", "")  # llama.cpp writes there unless its log is caught
+    assert capfd.readouterr() == ("", "")  # llama.cpp's log is redirected
 
 
-def test_a_bad_option_is_refused_with_its_value_and_so_is_what_a_recurrent_model_cannot_do(file, tmp_path):
+def test_bad_options_and_those_not_for_recurrent_models_are_rejected(file, tmp_path):
     recurrent = mamba_gguf(tmp_path / "mamba.gguf")
     for options in ({"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
         with pytest.raises(InputError):
@@ -50,7 +50,7 @@ def test_a_bad_option_is_refused_with_its_value_and_so_is_what_a_recurrent_model
             load(file, **options)
 
 
-def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made(file, tmp_path, monkeypatch):
+def test_memory_for_all_parts_and_the_context_is_checked_first(file, tmp_path, monkeypatch):
     with pytest.raises(MemoryShortError, match="n_ctx"):
         GgufModel.open(file, n_ctx=2**30)
     parts = [tmp_path / f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
@@ -63,7 +63,7 @@ def test_weights_of_all_parts_and_the_context_are_asked_for_before_they_are_made
 
 
 @pytest.mark.parametrize("kv", ["f16", "mixed"])
-def test_caches_and_attentions_agree_and_only_float32_differs_by_rounding_alone(file, files, kv):
+def test_cache_types_agree_and_only_float32_differs_by_rounding_alone(file, files, kv):
     for path, options in ((file, {"kv": kv}), (files["q8_0"], {"kv": kv, "exact": "true"})):
         model, other = GgufModel.open(path, threads=1, exact="false"), GgufModel.open(path, threads=1, **options)
         assert model.caps.lossless_dtype == (path == file) and not other.caps.lossless_dtype
@@ -72,12 +72,12 @@ def test_caches_and_attentions_agree_and_only_float32_differs_by_rounding_alone(
             each.close()
 
 
-# ---- the same bits at every width
+# ---- equal bits at all widths
 
 
 @pytest.fixture(scope="module")
 def files(file, tmp_path_factory):
-    """The tiny model in several types; each gets other kernels."""
+    """The tiny model in several types, which use different kernels."""
     folder = tmp_path_factory.mktemp("types")
     made = {kind: folder / f"{kind}.gguf" for kind in ("f16", "bf16", "q8_0", "q4_0", "q4_1")}
     for kind, path in made.items():
@@ -88,7 +88,7 @@ def files(file, tmp_path_factory):
 @pytest.mark.parametrize("n_ctx", [4, 30, 0])
 @pytest.mark.parametrize("exact", ["auto", "true"])
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"])
-def test_what_is_certified_holds_at_every_width_up_to_the_end_of_the_context(files, kind, exact, n_ctx):
+def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, n_ctx):
     model = GgufModel.open(files[kind], n_ctx=n_ctx, exact=exact, threads=1)
     n_ctx, widest = model.caps.n_ctx, model.caps.same_bits_up_to
     ids = (IDS * 8)[:n_ctx]
@@ -110,8 +110,8 @@ def test_what_is_certified_holds_at_every_width_up_to_the_end_of_the_context(fil
     model.close()
 
 
-def test_a_rule_that_is_left_out_is_found_by_the_probe(files):
-    """Wherever rule 1 alone is not enough, the padding that was chosen is what makes the widths equal."""
+def test_the_probe_detects_a_missing_padding(files):
+    """If mode 1 is not sufficient, the selected padding makes the widths equal."""
     chosen = {kind: GgufModel.open(path, exact="true", threads=1) for kind, path in files.items()}
     for model in chosen.values():
         engine, widest = model._engine, model.caps.same_bits_up_to
@@ -121,7 +121,7 @@ def test_a_rule_that_is_left_out_is_found_by_the_probe(files):
         model.close()
 
 
-def test_auto_is_exact_where_it_costs_nothing_and_else_as_fast_as_can_be(files, tmp_path):
+def test_auto_is_exact_if_that_is_free_and_uses_the_fastest_settings_otherwise(files, tmp_path):
     for kind, path in (files | {"recurrent": mamba_gguf(tmp_path / "mamba.gguf")}).items():
         model, fastest = GgufModel.open(path), GgufModel.open(path, exact="false")
         assert fastest.caps.same_bits_up_to == 0
@@ -133,7 +133,7 @@ def test_auto_is_exact_where_it_costs_nothing_and_else_as_fast_as_can_be(files, 
             each.close()
 
 
-def test_what_would_end_the_process_is_an_error(file, tmp_path, monkeypatch):
+def test_calls_on_which_llama_cpp_would_abort_raise_errors(file, tmp_path, monkeypatch):
     """A closed model, a file without a vocabulary, an encoder, a character without tokens."""
     model = GgufModel.open(file, threads=1)
     assert model.vocab.decode(model.encode("ab c")) == " ab c"
@@ -163,7 +163,7 @@ def test_what_would_end_the_process_is_an_error(file, tmp_path, monkeypatch):
 # ---- tensors
 
 
-def test_a_tensor_is_read_as_it_was_quantised(file, files):
+def test_a_tensor_is_read_as_it_was_quantized(file, files):
     exact = gguf.dequantize(*reversed(read_header(file).rows("token_embd.weight")))
     assert exact.shape == (64, 32) and exact.dtype == np.float32
     for kind, tolerance in {"f16": 1e-3, "bf16": 1e-2, "q8_0": 1e-2, "q4_1": 0.2}.items():

@@ -1,4 +1,4 @@
-"""transformers models through our own loop: every family's cached forwards equal one forward without a cache."""
+"""transformers models in our loop: cached forward passes equal one pass without a cache."""
 
 import numpy as np
 import pytest
@@ -12,11 +12,12 @@ IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 30)]
 CROPPABLE = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "bloom", "gpt_neox", "bart", "deepseek_v3")
 STATEFUL = ("mamba", "mamba2", "falcon_mamba", "jamba", "lfm2", "qwen3_next")
 FORGETFUL = {"mamba", "falcon_mamba", "jamba"}
-"""Families whose mixers forget their state in blocks (transformers 5.23), and have no recurrence to listen to."""
+"""Families whose mixers ignore their state in blocks (transformers 5.23), without a recurrence
+function to record."""
 
 
 def some_of(families, *default: str) -> list:
-    """All families, of which these are tested by default: one of each kind of cache, position and mixer."""
+    """All families; the default tests run one of each kind of cache, position and mixer."""
     return [pytest.param(name, marks=() if name.startswith(default) else pytest.mark.slow) for name in families]
 
 
@@ -26,7 +27,7 @@ def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
 
 
 def check_widths(model: HfModel, ids: list[int]) -> None:
-    """Blocks, single steps and a prefill in pieces equal transformers' own forward without a cache."""
+    """Check blocks, single steps and chunked prefill against transformers without a cache."""
     with torch.inference_mode():
         expected = model._engine.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
     for width in (1, 2, 5, len(ids)):
@@ -38,12 +39,12 @@ def check_widths(model: HfModel, ids: list[int]) -> None:
 
 @pytest.mark.parametrize("decoder", ["auto", "transformers"])
 @pytest.mark.parametrize("family", some_of(CROPPABLE, "llama", "gemma3_text", "gpt2", "opt", "deepseek_v3"))
-def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, decoder, monkeypatch):
+def test_attention_models_agree_at_all_widths_and_rewind_exactly(family, decoder, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(family), None, name=family, decoder=decoder)
     assert model.caps.rewind == "crop" and model.caps.lossless_dtype
     check_widths(model, IDS)
-    for n in range(1, 25):  # further back than any window, and across the place where it began
+    for n in range(1, 25):  # beyond every window, and across its start
         model.reset()
         model.forward(IDS[: 26 - n], 1)
         expected = model.forward(IDS[-4:])
@@ -54,7 +55,7 @@ def test_attention_models_run_alike_at_every_width_and_go_back_exactly(family, d
 
 
 @pytest.mark.parametrize("kind", some_of(STATEFUL, "mamba2", "jamba", "lfm2", "qwen3_next"))
-def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
+def test_recurrent_models_agree_at_all_widths(kind, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(kind), None, name=kind)
     assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
@@ -67,12 +68,12 @@ def test_stateful_models_run_alike_at_every_width(kind, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "config", "why"),
     [
-        ("bert", {}, "no causal language model"),
-        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3, "head_dim": 8}, "step by step"),
+        ("bert", {}, "not a causal language model"),
+        ("recurrent_gemma", {"lru_width": 32, "num_hidden_layers": 3, "head_dim": 8}, "steps"),
         ("rwkv", {"attention_hidden_size": 32, "context_length": 64}, "takes no cache"),
     ],
 )
-def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
+def test_models_that_would_return_wrong_logits_are_rejected(kind, config, why):
     with pytest.raises(LoadError, match=why):
         HfModel(torch_model(kind, **config), None, name=kind)
 
@@ -81,7 +82,7 @@ def test_models_that_would_run_and_be_wrong_are_refused(kind, config, why):
     ("llama", "model.layers.1.mlp.up_proj"), ("mamba", "backbone.layers.1.mixer.out_proj"),
     ("qwen3_5_text", "model.layers.1.mlp.up_proj"),
 ])  # fmt: skip
-def test_a_model_with_nan_opens_and_the_run_says_where(kind, where):
+def test_a_model_with_nan_opens_and_the_module_is_located(kind, where):
     net, sound = torch_model(kind), HfModel(torch_model(kind), None, name="m")
     with torch.no_grad():
         net.get_submodule(where).weight.fill_(float("nan"))
@@ -90,6 +91,6 @@ def test_a_model_with_nan_opens_and_the_run_says_where(kind, where):
     sound.forward(IDS[:2])
     expected = sound.forward(IDS[2:6])[3:]
     assert sound.locate_nonfinite(IDS) == ""
-    sound.rewind(1)  # by a record that was left alone, as is the state
+    sound.rewind(1)  # locate_nonfinite changed neither the recording nor the state
     assert sound.locate_nonfinite(IDS) == ""
     np.testing.assert_allclose(sound.forward(IDS[5:6]), expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Folders, hub ids and GGUF files for torch: whatever is broken is one readable error, and nothing is made up."""
+"""Folders, hub ids and GGUF files in torch: damage raises one error, never random weights."""
 
 import json
 
@@ -22,7 +22,7 @@ def folder(tmp_path, monkeypatch):
     return torch_folder(tmp_path / "model")
 
 
-def test_a_folder_opens_and_computes_what_transformers_does(folder):
+def test_a_folder_computes_the_logits_of_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     model = HfModel.open(folder)
@@ -36,7 +36,7 @@ def test_a_folder_opens_and_computes_what_transformers_does(folder):
         model.encode("a")
 
 
-def test_what_is_no_option_and_no_model_is_refused_with_its_value(folder, tmp_path):
+def test_bad_options_and_missing_models_are_rejected_with_their_value(folder, tmp_path):
     bad = ("dtype", "fp32"), ("device", "banana"), ("device", "cuda:7"), ("n_ctx", 65), ("n_ctx", -1), ("threads", -1)
     for name, value in bad:
         with pytest.raises(InputError, match=str(value)):
@@ -54,7 +54,7 @@ def without_a_weight(folder, **other):
 @pytest.mark.parametrize(("file", "content", "problem"), [
     ("model.safetensors", "version https://git-lfs", ""), ("config.json", '{"model_type": "nope"}', ""),
     ("config.json", '{"model_type": "t5"}', ""), ("config.json", "{", ""),
-    # transformers leaves weights random that are not there, and only logs it
+    # transformers initializes missing weights at random, and only logs it
     ("model.safetensors", without_a_weight, LACKING),
     ("model.safetensors", lambda folder: without_a_weight(folder, **{LACKING: torch.zeros(3, 5)}), LACKING),
 ])  # fmt: skip
@@ -66,7 +66,7 @@ def test_a_broken_file_is_one_readable_error(folder, file, content, problem):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_a_config_with_wild_numbers_or_code_of_its_own_is_refused_and_runs_nothing(folder, monkeypatch):
+def test_a_config_with_extreme_numbers_or_code_is_rejected_and_no_code_runs(folder, monkeypatch):
     path, config = folder / "config.json", json.loads((folder / "config.json").read_text())
     (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody asked"))
@@ -80,7 +80,7 @@ def test_a_config_with_wild_numbers_or_code_of_its_own_is_refused_and_runs_nothi
 
 
 def with_tokenizer(folder, change):
-    """Put a byte-level tokenizer, changed, into the folder."""
+    """Write a modified byte-level tokenizer into the folder."""
     tokenizer = json.loads(byte_level([]).to_str())
     change(tokenizer)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
@@ -97,7 +97,7 @@ def split_by(regex):
 
 
 def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
-    """The tokenizers library is written in Rust: its panics are no Exception, or end the process."""
+    """Panics of the tokenizers library (Rust) are not an Exception, or abort the process."""
     folder = torch_folder(tmp_path / "model", vocab_size=300)
     model = HfModel.open(with_tokenizer(folder, split_by("(a+)+$")))
     assert model.encode("ab")
@@ -110,16 +110,17 @@ def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
 
 
 def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # its client read the variable at import
+    # its client reads the variable at import
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(LoadError, match="cannot load 'some-org/some-model'"):
         HfModel.open("some-org/some-model")
 
 
-def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp_path):
+def test_a_gguf_is_dequantized_once_and_computes_the_logits_of_llama_cpp(folder, tmp_path):
     file, holes = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True), llama_gguf(tmp_path / "holes.gguf")
     with pytest.warns(UserWarning, match=r"differently from llama\.cpp"):  # letters without a merge
         torch_side, llama = load(file, backend="hf"), load(file, threads=1)
-        # llama.cpp's tokenizer ends the process at characters without byte tokens: it must not be asked for them
+        # llama.cpp's tokenizer aborts on characters without byte tokens: they must not reach it
         assert load(holes, backend="hf").forward([5]).shape == (1, 64)
     ids = [260, 9, 61, 7, 270]
     np.testing.assert_allclose(torch_side.forward(ids), llama.forward(ids), atol=1e-4)
@@ -127,6 +128,6 @@ def test_a_gguf_is_dequantised_once_and_computes_what_llama_cpp_does(folder, tmp
     llama.close()
     (weights,) = (tmp_path / "cache" / "dequantised").glob("tiny*/model.safetensors")
     first = weights.stat().st_mtime_ns
-    with pytest.warns(UserWarning, match="pass token ids"):  # at every load, not only when it is converted
+    with pytest.warns(UserWarning, match="pass token ids"):  # at each load, not only at conversion
         load(file, backend="hf")
     assert weights.stat().st_mtime_ns == first

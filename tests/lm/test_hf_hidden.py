@@ -1,4 +1,4 @@
-"""What stood before lm_head: at every position of the model's last run, and refused at all others."""
+"""Hidden states before lm_head: available for the last pass, StateError for other positions."""
 
 from functools import cache
 
@@ -28,7 +28,7 @@ STRATEGIES += [pytest.param(*pair, "auto", marks=pytest.mark.slow) for pair in S
 
 def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
     net = torch_model(kind).to(dtype).eval()
-    with torch.no_grad():  # norms that do something, so that a double or a missing one shows
+    with torch.no_grad():  # so that a repeated or missing norm has an effect
         for parameter in net.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to(dtype))
@@ -45,7 +45,7 @@ shared, reference = cache(opened), cache(network)
 
 
 def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
-    """The positions that are held; each holds what transformers computes there without a cache."""
+    """Return the positions with states, after a comparison with transformers without a cache."""
     assert model.n_past == len(text)
     hidden, found = model.watch_hidden(), []
     if text:
@@ -79,8 +79,8 @@ actions = st.lists(
 
 @pytest.mark.parametrize(("kind", "strategy", "decoder"), STRATEGIES)
 @given(actions=actions)
-def test_every_position_of_the_last_run_is_held_and_nothing_else_is_given(kind, strategy, decoder, actions):
-    """Strategies that feed again hold what they fed, mamba here its last token; whatever is held is right."""
+def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, decoder, actions):
+    """After a repeated pass, the states are those of that pass (for mamba, of its last token)."""
     model, text, known = shared(kind, strategy, decoder=decoder), [], []
     model.reset()
     assert held(model, text) == []
@@ -110,7 +110,7 @@ def test_every_position_of_the_last_run_is_held_and_nothing_else_is_given(kind, 
             assert {*found} >= {*(known if kind != "mamba" else known[-1:])}
 
 
-def test_single_steps_that_are_filled_up_with_rows_hold_one():
+def test_padded_single_steps_have_one_state():
     model = opened(dtype=torch.bfloat16, decoder="auto")
     assert model._engine.decoder.rows > 1
     model.watch_hidden()
@@ -122,7 +122,7 @@ def test_single_steps_that_are_filled_up_with_rows_hold_one():
     assert held(model, [*IDS[:4], IDS[5], IDS[6]], close=0.2) == [4, 5]
 
 
-def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
+def test_one_hook_is_added_on_the_first_request_only():
     model = opened()
     norm = final_norm(model.network)
     assert not norm._forward_hooks
@@ -130,12 +130,12 @@ def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
     hidden = model.watch_hidden()
     assert model.watch_hidden() is hidden and len(norm._forward_hooks) == 1
     model.keep_path([1, 2])
-    assert held(model, IDS[1:3]) == []  # that forward was not heard
+    assert held(model, IDS[1:3]) == []  # that pass was before the hook
     model.forward(IDS[4:6])
     with model.network.lm_head.register_forward_hook(lambda *_: 1 / 0), pytest.raises(EngineError):
         model.forward(IDS[20:23])
     model.forward(IDS[4:6])
-    model.locate_nonfinite(IDS[20:30])  # which is not heard
+    model.locate_nonfinite(IDS[20:30])  # the hook ignores this pass
     assert held(model, [*IDS[1:3], *IDS[4:6], *IDS[4:6]]) == [4, 5]
     model.close()
     assert not norm._forward_hooks
@@ -144,6 +144,6 @@ def test_nothing_is_listened_to_until_somebody_asks_and_only_once():
             use()
 
 
-def test_a_model_with_several_norms_that_might_stand_before_the_head_is_refused():
+def test_a_model_with_an_ambiguous_final_norm_is_rejected():
     with pytest.raises(InputError, match="2 norms"):
         HfModel(torch_model("bloom"), None, name="bloom").watch_hidden()

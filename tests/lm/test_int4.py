@@ -1,4 +1,4 @@
-"""int4: the blocks of a file are its weights, the kernel multiplies by them, and what it cannot do is refused."""
+"""int4: blocks equal the weights of a file, products equal a reference, errors are clear."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
 
 SCALES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q6_K: [208], Kind.Q5_K: [0, 2]}
-"""Bytes of a block at which a float16 stands: random bytes there may be NaN."""
+"""Offsets of float16 values in a block, where random bytes may be NaN."""
 
 
 def random_matrix(kind: Kind, rows: int = 96, blocks: int = 2) -> FileMatrix:
@@ -39,7 +39,7 @@ def dequantized(blocks: Blocks) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
 def test_blocks_are_the_weights_of_the_file(kind):
-    """gguf's own dequantization is the judge. All but Q4 are rounded to 255 steps of each group's range."""
+    """The reference is gguf's dequantization. Types other than Q4 are rounded to 255 steps."""
     matrix = random_matrix(kind)
     expected = torch.from_numpy(gguf.dequantize(matrix.data, kind))
     assert matrix.bits == (4 if "Q4" in kind.name else 8)
@@ -67,7 +67,7 @@ def test_a_coarse_matrix_has_four_bits(kind):
     assert ((dequantized(blocks) - weights).abs() <= 0.501 * step + 1e-7).all()
 
 
-def test_rounding_reaches_the_extremes_and_keeps_a_constant_group():
+def test_rounding_preserves_extremes_and_constant_groups():
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     weight[0] = 0.25
     for bits in (4, 8):
@@ -78,7 +78,7 @@ def test_rounding_reaches_the_extremes_and_keeps_a_constant_group():
 
 
 @pytest.mark.parametrize("kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]])
-def test_the_product_multiplies_by_the_weights_of_all_its_layers(kinds, monkeypatch):
+def test_the_product_uses_the_weights_of_all_its_layers(kinds, monkeypatch):
     monkeypatch.setattr(int4, "PACKED_AT_ONCE", 1)  # 64 rows at a time
     layers = [BlockLinear(random_matrix(kind, 96 + 16 * i), torch.ones(96 + 16 * i)) for i, kind in enumerate(kinds)]
     x = torch.randn(5, layers[0].in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -92,7 +92,7 @@ def test_the_product_multiplies_by_the_weights_of_all_its_layers(kinds, monkeypa
     assert x.grad.abs().sum() > 0
 
 
-def test_the_gate_gives_a_token_the_same_bits_among_any_number_of_others():
+def test_the_gate_is_bit_identical_for_any_number_of_rows():
     layers = [BlockLinear(random_matrix(Kind.Q4_K, 1536, 1)) for _ in range(2)]
     gate = Int4Gate(*layers)
     x = torch.randn(100, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -107,8 +107,8 @@ def test_an_embedding_reads_its_rows_from_the_file():
     assert torch.equal(table(ids), table.weight[ids])
 
 
-def test_a_file_opens_with_the_weights_it_has(tmp_path):
-    """All tensors of this file are float32: rounded to 8 bits, the logits are near those of float32."""
+def test_a_file_opens_with_its_weights(tmp_path):
+    """All tensors of this file are float32; rounding to 8 bits changes the logits only slightly."""
     file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
     wide = specnb.load(f"{file}?backend=hf&dtype=float32")
     model = specnb.load(f"{file}?backend=hf&dtype=int4")
@@ -122,7 +122,7 @@ def test_a_file_opens_with_the_weights_it_has(tmp_path):
         specnb.load(f"{file}?backend=hf&dtype=int4&device=cuda")
 
 
-def test_a_file_without_a_tensor_is_refused_by_name(tmp_path):
+def test_a_missing_tensor_is_an_error_with_its_name(tmp_path):
     file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
     data = file.read_bytes()
     file.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gote.weight"))
@@ -156,7 +156,7 @@ def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(tmp_path):
     assert not origin.mlp.up_proj.weight.requires_grad and dense.input_layernorm is not origin.input_layernorm
 
 
-def test_a_file_of_four_bits_is_opened_in_int4_where_that_is_fastest(monkeypatch):
+def test_a_four_bit_file_opens_in_int4_if_that_is_fastest(monkeypatch):
     for fastest, types in ((True, {"int4"}), (False, {"float32", "bfloat16"})):
         monkeypatch.setattr(int4, "is_fastest", lambda wide, fastest=fastest: fastest)
         for name in ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=auto", "m-Q4_K_M.gguf?backend=hf"):
@@ -167,7 +167,7 @@ def test_a_file_of_four_bits_is_opened_in_int4_where_that_is_fastest(monkeypatch
         assert "dtype" not in files.parse(name).options
 
 
-def test_the_answer_is_stored_for_this_cpu(monkeypatch, tmp_path):
+def test_the_result_is_cached_for_this_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     first = int4.is_fastest("float32")
     monkeypatch.setattr(int4, "Int4Product", None)
@@ -179,19 +179,19 @@ def test_the_layouts_are_those_of_ggml():
         assert gguf.GGML_QUANT_SIZES[kind][1] == n_bytes
 
 
-def test_weights_are_counted_for_every_way_to_open_a_name():
+def test_weights_are_counted_for_all_ways_to_open_a_name():
     entry = files.ENTRIES["smollm2-135m"]
     sizes = {
         "smollm2-135m": entry.member_bytes,
         "smollm2-135m?backend=hf&dtype=int4": entry.member_bytes,
-        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # in float32 where no type is named
+        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # float32 by default
         "smollm2-135m?backend=hf&dtype=bfloat16": 2 * entry.parameters,
     }
     assert {name: files.weights_bytes(files.parse(name)) for name in sizes} == sizes
 
 
-def test_a_layer_that_the_kernel_does_not_take_keeps_its_bias(tmp_path):
-    """8 outputs of k_proj are no multiple of 16."""
+def test_a_layer_that_the_kernel_does_not_support_keeps_its_bias(tmp_path):
+    """The 8 outputs of k_proj are not a multiple of 16."""
     net = torch_model("llama", num_key_value_heads=1, head_dim=8, attention_bias=True)
     for layer in net.model.layers:
         layer.self_attn.k_proj.bias.data.fill_(2.0)

@@ -1,4 +1,4 @@
-"""From a written name to an engine and its options: every form, and an error with a way out for the rest."""
+"""Model names: all forms, their options, and errors with a remedy for invalid names."""
 
 import numpy as np
 import pytest
@@ -47,12 +47,12 @@ NO_NAMES = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty one; the cache lies in it too."""
+    """An empty folder that also contains the cache."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     return tmp_path
 
 
-def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch):
+def test_all_forms_of_names_and_keyword_options_take_precedence(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
@@ -68,7 +68,7 @@ def test_every_form_of_a_name_and_keyword_options_that_win(tmp_path, monkeypatch
     assert parse("model.gguf", n_ctx=8).text == "model.gguf?n_ctx=8"
 
 
-def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatch):
+def test_dtype_auto_depends_on_the_hardware_and_is_resolved_in_the_name(monkeypatch):
     for flag, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx2", "float32")):
         monkeypatch.setattr(machine, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
         spec = parse("smollm2-135m:f16?backend=hf&dtype=auto")
@@ -79,7 +79,7 @@ def test_the_type_auto_is_what_the_hardware_has_and_the_name_shows_it(monkeypatc
         assert parse("hf:ORG/NAME", dtype="auto", device="cuda:0").options["dtype"] == dtype
 
 
-def test_a_name_that_means_nothing_is_refused():
+def test_invalid_names_are_rejected():
     for name, reason in NO_NAMES.items():
         with pytest.raises(InputError, match=reason):
             parse(name)
@@ -111,7 +111,7 @@ REPOSITORY = ["README.md", "mmproj-Q8_0.gguf", "tiny-q8_0.gguf", "tiny-IQ8_0.ggu
 
 @pytest.fixture
 def hub(folder, monkeypatch):
-    """The two functions of the hub's library that are used, over a tiny real model; what was fetched."""
+    """Fakes of two functions of the hub library, with a tiny model; returns what was downloaded."""
     snapshot, fetched = folder / "hub" / "models--ORG--NAME" / "snapshots" / "v1", []
 
     def download(repository, name, *, revision):
@@ -119,7 +119,7 @@ def hub(folder, monkeypatch):
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         return str(llama_gguf(snapshot / name, all_bytes=True))
 
-    monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # so no network is looked for
+    monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # so that no network is used
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository, *, revision: REPOSITORY)
@@ -127,7 +127,7 @@ def hub(folder, monkeypatch):
     return fetched
 
 
-def test_a_gguf_of_a_hub_opens_by_its_type_or_name_and_is_asked_for_once(hub, monkeypatch):
+def test_a_hub_gguf_opens_by_type_or_name_and_is_downloaded_once(hub, monkeypatch):
     model = load("hf:ORG/NAME:Q8_0?revision=v1&threads=1", n_ctx=16)
     assert model.caps.engine == "llama.cpp" and model.forward([5, 6, 7]).shape == (3, model.vocab.size)
     model.close()
@@ -142,7 +142,7 @@ def test_a_gguf_of_a_hub_opens_by_its_type_or_name_and_is_asked_for_once(hub, mo
         load("hf:ORG/NAME/other.gguf")
 
 
-def test_a_type_that_no_file_or_several_have_is_refused_and_so_is_what_no_network_leads_to(hub, monkeypatch):
+def test_missing_and_ambiguous_types_and_a_missing_network_are_errors(hub, monkeypatch):
     for kind, value in {"F16": r"a\.F16\.gguf or b", "Q3_K": "Q3_K.*tiny-q8_0"}.items():
         with pytest.raises(InputError, match=value):
             load(f"hf:ORG/NAME:{kind}")
@@ -152,10 +152,10 @@ def test_a_type_that_no_file_or_several_have_is_refused_and_so_is_what_no_networ
     assert hub == []
 
 
-# ---- room for two
+# ---- memory for two models
 
 
-def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatch):
+def test_memory_for_draft_and_target_is_checked_before_loading(monkeypatch):
     def pair(free_mib, target, draft, **options):
         monkeypatch.setattr(machine, "free_bytes", lambda device: {"cpu": free_mib << 20}[device])
         return room_for_both(target, draft, **options)
@@ -166,7 +166,7 @@ def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatc
     assert refused is None and "MemoryShortError" in reason
     with pytest.raises(MemoryShortError, match=names[1]):
         pair(1020, *names, strict=True)
-    for draft in (None, "lookup", "self", "smolm2"):  # no model, or none that can be weighed
+    for draft in (None, "lookup", "self", "smolm2"):  # no model, or unknown size
         assert pair(0, names[0], draft) == (draft, None)
     on_gpu = (names[0], f"{names[1]}?gpu_layers=99")
     assert pair(1000, *on_gpu) == (on_gpu[1], None)
@@ -176,7 +176,7 @@ def test_a_draft_is_weighed_beside_its_target_before_either_is_loaded(monkeypatc
             run(*names, "a", strict=True)
 
 
-def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
+def test_weights_count_all_parts_in_the_requested_type(tmp_path):
     for i in (1, 2, 3):
         (tmp_path / f"big-0000{i}-of-00003.gguf").write_bytes(b"x" * i)
     folder = torch_folder(tmp_path / "folder")  # stored as float32
@@ -197,7 +197,7 @@ def test_weights_are_those_of_all_parts_and_of_the_type_asked_for(tmp_path):
 # ---- options
 
 
-def test_options_take_the_types_that_the_engine_states_and_others_are_refused():
+def test_options_are_converted_to_the_engines_types_and_others_are_rejected():
     written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
     assert written == {"n_ctx": 64, "exact": "true", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))

@@ -1,4 +1,4 @@
-"""Threads: how many a model computes with, and what happens when two of them use one model."""
+"""Threads: how many a model uses, and concurrent use of one model."""
 
 import subprocess
 import sys
@@ -32,12 +32,12 @@ def opened(files, engine, **options):
     return (HfModel if engine == "torch" else GgufModel).open(files[engine], **options)
 
 
-# ---- how many
+# ---- number of threads
 
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    """A machine with two cores, whose load is set by `load`, and on which every look is long enough."""
+    """A machine with two cores and a load set by `load`, with long enough measurements."""
     load = {"other": 0.0}
     monkeypatch.setattr("specnb.lm.gguf.model.available_cores", lambda: 2)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
@@ -48,18 +48,18 @@ def two_cores(monkeypatch):
 
 
 @pytest.mark.parametrize(("bits_differ", "expected"), [(False, True), (True, False)])
-def test_a_number_of_threads_that_changes_bits_is_found(bits_differ, expected, tmp_path, monkeypatch):
+def test_thread_counts_that_change_bits_are_detected(bits_differ, expected, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     model = toy.markov(8, seed=1)
     right, now = model.forward, []
     model.forward = lambda ids, n_logits=None: right(ids, n_logits) * (1 + 1e-6 * (bits_differ and now[-1] == 1))
-    for _ in range(2):  # the second answer is the stored one
+    for _ in range(2):  # the second result is the cached one
         certificate = certified(model, [1, 2], now.append, toy=bits_differ)
         assert certificate == (max(PROBED_WIDTHS), expected)
     assert now == [1, 2]
 
 
-def test_the_certificate_is_that_of_the_worst_number_of_threads(tmp_path, monkeypatch):
+def test_the_certificate_is_the_minimum_over_numbers_of_threads(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     model = toy.markov(8, seed=1)
     right, now = model.forward, []
@@ -73,7 +73,7 @@ def test_the_certificate_is_that_of_the_worst_number_of_threads(tmp_path, monkey
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch", "recurrent"])
-def test_threads_follow_free_cores_within_a_text_where_bits_do_not_depend_on_them(engine, files, two_cores):
+def test_threads_follow_free_cores_within_a_text_if_bits_are_equal(engine, files, two_cores):
     model = opened(files, engine)
     any_time = model.caps.details["threads_change"] == "within a text"
     assert any_time or not model.caps.same_bits_up_to or engine == "torch"
@@ -91,14 +91,14 @@ def test_threads_follow_free_cores_within_a_text_where_bits_do_not_depend_on_the
     model.reset()
     assert (model.pace.threads, model.caps.details["fewest_threads"]) == (2, 2)
     model.close()
-    if engine != "torch":  # another thread may close the model between the choice of a number and its use
+    if engine != "torch":  # another thread may close the model after the number is selected
         two_cores["other"] = 1.0
         with pytest.raises(InputError, match="closed"):
             model.pace.begin()
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
-def test_a_number_that_the_user_chose_stays(engine, files, two_cores):
+def test_the_users_number_of_threads_does_not_change(engine, files, two_cores):
     two_cores["other"] = 1.9
     model = opened(files, engine, threads=2)
     model.forward(IDS)
@@ -107,11 +107,11 @@ def test_a_number_that_the_user_chose_stays(engine, files, two_cores):
     model.close()
 
 
-# ---- two at once
+# ---- concurrent use
 
 
 @pytest.mark.parametrize("use", ["forward", "rewind", "reset", "close"])
-def test_a_model_that_another_thread_uses_is_refused(use, files):
+def test_a_model_in_use_by_another_thread_raises_an_error(use, files):
     model = opened(files, "llama.cpp", threads=1)
     model.forward(IDS)
     arguments = {"forward": ([5],), "rewind": (1,)}.get(use, ())
@@ -170,15 +170,15 @@ print(*sorted(set(outcomes)))
 
 @pytest.mark.parametrize("end", ["both", "close"])
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
-def test_two_threads_and_a_close_raise_errors_and_end_no_process(engine, end, files):
-    """In a process of its own: what llama.cpp does without a lock ends it."""
+def test_concurrent_use_and_close_raise_errors_and_never_abort(engine, end, files):
+    """In a subprocess, because llama.cpp aborts without a lock."""
     words = [sys.executable, "-c", TWO_THREADS, engine, str(files[engine]), end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert set(done.stdout.split()) <= {"done", "StateError", "InputError", "EngineError"}
 
 
-def test_one_model_after_another_thread_is_done_gives_the_text_of_one_alone(files):
+def test_a_model_used_by_threads_in_turn_gives_the_text_of_one_thread(files):
     model = opened(files, "llama.cpp", threads=1)
     expected = generate(model, IDS, max_new_tokens=8, ignore_eog=True).token_ids
     texts = []

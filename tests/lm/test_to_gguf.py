@@ -1,7 +1,7 @@
-"""A transformers folder and the GGUF that `data.models.convert` writes are one model: both engines agree on logits.
+"""A folder and its GGUF by `data.models.convert` are one model: both engines agree on logits.
 
-The models are tiny and random, with norms, gates and decays far from where training starts, so that every change of a
-weight on its way into the file shows.
+The models are tiny and random, with norms, gates and decays far from their initialization, so that
+every error in the conversion of a weight is detected.
 """
 
 import json
@@ -56,7 +56,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.fixture
 def copy(folders, tmp_path):
-    """A folder of this model that may be changed."""
+    """Return a copy of this model's folder, to be modified."""
     return lambda name: Path(shutil.copytree(folders[name], tmp_path / "model"))
 
 
@@ -67,7 +67,7 @@ def torch_logits(folder: Path) -> np.ndarray:
 
 
 def llama_logits(gguf: Path) -> np.ndarray:
-    """A batch, then single tokens: llama.cpp has other code for each."""
+    """Return logits of a batch, then of single tokens: llama.cpp has separate code for them."""
     with closing(GgufModel.open(gguf, threads=1)) as model:
         return np.concatenate([model.forward(IDS[:BATCH]), *(model.forward([i]) for i in IDS[BATCH:])])
 
@@ -89,7 +89,7 @@ def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tm
 
 
 @pytest.mark.parametrize("name", embedded_names())
-def test_the_shipped_gguf_is_that_of_its_folder_and_its_float32_copy_loses_nothing(name, tmp_path, monkeypatch):
+def test_the_shipped_gguf_equals_its_folder_and_its_float32_copy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     shipped, copied = (local_file(parse(name, backend="llama", weights=kind)) for kind in ("f16", "f32"))
     assert shipped.read_bytes() == write_gguf(local_folder(name), tmp_path / "f16.gguf").read_bytes()
@@ -97,7 +97,7 @@ def test_the_shipped_gguf_is_that_of_its_folder_and_its_float32_copy_loses_nothi
     assert copied.is_relative_to(tmp_path) and distance(llama_logits(copied), llama_logits(direct)) == 0
 
 
-# Tokenizers: written by name where llama.cpp has their expression, refused with the rest below.
+# Tokenizers: written by name if llama.cpp has their expression, otherwise rejected (see below).
 
 
 def words_of(pre: str) -> str:
@@ -115,7 +115,7 @@ TOKENIZERS = {
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_both_engines_read_one_vocabulary_and_split_text_alike(name, copy, tmp_path):
+def test_both_engines_have_equal_vocabularies_and_split_text_equally(name, copy, tmp_path):
     folder = copy("lfm2")
     save_tokenizer(TOKENIZERS[name](), folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -151,7 +151,7 @@ TOKENIZERS_OF_TORCH = {
 
 
 @pytest.mark.filterwarnings("ignore:.*NFC")
-def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(copy, tmp_path):
+def test_bos_its_template_and_several_end_tokens_are_converted(copy, tmp_path):
     folder = copy("lfm2")
     before = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 0)])
     tokenizer = changed(normalizer=normalizers.NFC(), post_processor=before)
@@ -168,7 +168,7 @@ def test_a_bos_its_template_and_several_end_tokens_arrive_and_none_is_refused(co
         write_gguf(folder, tmp_path / "other.gguf")
 
 
-# Broken folders: one clear error.
+# Damaged folders raise one error.
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -176,7 +176,7 @@ def edit(path: Path, **changes: object) -> None:
 
 
 def rewrite(folder: Path, change) -> None:
-    """`change` gets the dict of tensors, keeps or alters it."""
+    """Rewrite the weights after `change(tensors)`."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file({name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors")
@@ -199,7 +199,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("value", BROKEN)
-def test_a_folder_that_is_broken_or_computed_otherwise_gets_one_error_that_names_the_value(value, copy, tmp_path):
+def test_a_damaged_or_unsupported_folder_is_one_error_with_the_value(value, copy, tmp_path):
     name, change = BROKEN[value]
     folder = copy(name)
     change(folder) if callable(change) else edit(folder / "config.json", **change)
@@ -207,7 +207,7 @@ def test_a_folder_that_is_broken_or_computed_otherwise_gets_one_error_that_names
         write_gguf(folder, tmp_path / "model.gguf")
 
 
-def test_bad_arguments_are_refused_and_a_stored_tied_output_changes_nothing(copy, folders, tmp_path):
+def test_bad_arguments_are_rejected_and_a_stored_tied_output_has_no_effect(copy, folders, tmp_path):
     folder = copy("qwen35")
     for dtype, dest in (("fp16", "x.gguf"), ("f32", "missing/x.gguf")):
         with pytest.raises(InputError, match=r"fp16|missing"):

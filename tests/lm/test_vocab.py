@@ -1,4 +1,4 @@
-"""What a token id means, as bytes; whether two vocabularies mean the same; and chats rendered as transformers does."""
+"""Bytes of token ids, comparison of vocabularies, and chat templates as in transformers."""
 
 import copy
 import sys
@@ -28,7 +28,7 @@ def config(vocab_size: int, eos_token_id: int | None = None) -> SimpleNamespace:
 
 @given(piece_lists, piece_lists)
 @example((b"ab", b"c"), (b"a", b"bc"))
-def test_the_first_difference_is_that_of_the_pieces(a, b):
+def test_the_first_difference_is_the_first_different_piece(a, b):
     left, right = Vocabulary(a), Vocabulary(b)
     at = first_difference(left, right)
     assert (at is None) == (a == b)
@@ -49,7 +49,7 @@ def byte_level():
 
 @pytest.fixture(scope="module")
 def byte_fallback():
-    """sentencepiece's way: spaces written as a mark, unknown characters as byte tokens, BOS in front."""
+    """SentencePiece: spaces as a mark, unknown characters as byte tokens, BOS at the start."""
     names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "<0xZZ>", "▁▁"]
     merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
     vocab = {name: i for i, name in enumerate(names)}
@@ -66,7 +66,8 @@ def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
         for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
             ids = tokenizer(text).input_ids
             assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
-            assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())  # half a character
+            # part of a character
+            assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())
 
 
 def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
@@ -78,7 +79,7 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
     assert {bytes([b]) for b in range(256)} <= set(vocab.pieces)
     padded, shorter = (
         tokenizer_vocabulary(byte_level, config(size + n), None) for n in (40, -3)
-    )  # rows that the logits have
+    )  # padding rows of the logits
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[3:259] == tuple(bytes([b]) for b in range(256))
@@ -88,22 +89,22 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
 
 @pytest.mark.model
 def test_engines_agree_with_and_without_special_tokens(opened):
-    """Control tokens written in the text are one id, or spelt out where the caller asks for it."""
+    """Control tokens in the text become one id, or are spelled out if requested."""
     for model in (opened("smollm2-135m"), opened("smollm2-135m?backend=hf")):
         assert model.encode("<|im_start|>user") == [1, 4093]
         assert len(model.encode("<|im_start|>user", special=False)) > 4
-        assert model.encode("<|im_start|>user") == [1, 4093]  # the other call left no trace
+        assert model.encode("<|im_start|>user") == [1, 4093]  # the other call has no effect
         assert model.vocab.decode(model.encode("a\0b🙂")) == "a\0b🙂"
         with pytest.raises(InputError, match="cannot be tokenized"):
             model.encode("half a pair \ud800")
 
 
-# --- chat templates come with downloaded models: they run in a sandbox ---
+# --- chat templates are part of downloaded models: they run in a sandbox ---
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
 
 
-def test_a_hostile_or_broken_template_is_one_clear_error_and_changes_nothing():
+def test_a_hostile_or_broken_template_is_one_error_without_side_effects():
     before = [dict(message) for message in MESSAGES]
     for template in (
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}",
@@ -124,7 +125,7 @@ ENDLESS = (
 
 
 @pytest.mark.parametrize("template", ENDLESS)
-def test_a_template_that_does_not_end_is_stopped_in_any_thread(template, monkeypatch):
+def test_an_endless_template_is_stopped_in_any_thread(template, monkeypatch):
     monkeypatch.setattr(chat, "MAX_S", 0.2)
     trace = sys.gettrace()
     vocab = Vocabulary((b"<s>",), chat_template=template)
@@ -158,7 +159,7 @@ def test_the_default_of_named_templates_is_used(byte_level):
         ({"pad_token_id": -1}, {}, "", 0),
     ],
 )
-def test_an_id_without_a_row_is_refused_with_its_key_and_value(byte_level, own, generation, key, beyond):
+def test_an_id_without_an_embedding_row_is_rejected(byte_level, own, generation, key, beyond):
     settings = SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own), SimpleNamespace(**generation)
     if not beyond:
         tokenizer_vocabulary(byte_level, *settings)
@@ -169,7 +170,7 @@ def test_an_id_without_a_row_is_refused_with_its_key_and_value(byte_level, own, 
         tokenizer_vocabulary(None, *settings)
 
 
-def test_a_token_of_the_tokenizer_that_ends_a_text_has_a_row(byte_level):
+def test_the_tokenizers_eos_needs_an_embedding_row(byte_level):
     tokenizer = copy.deepcopy(byte_level)
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     size = len(tokenizer)

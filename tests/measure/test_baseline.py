@@ -9,7 +9,7 @@ import pytest
 from specnb import machine
 from specnb.decode import loop
 from specnb.errors import LoadError
-from specnb.lm.files import trace_weights
+from specnb.lm.files import weights_origin
 from specnb.lm.hf import int4
 from specnb.measure import baseline
 from specnb.measure.baseline import find_rivals, time_baseline
@@ -53,11 +53,11 @@ def sorted_options(name: str) -> tuple[str, list[str]]:
 
 
 def test_a_name_says_whose_weights_it_has():
-    assert trace_weights("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
-    assert trace_weights("smollm2-135m?backend=hf&dtype=float32") == "of the shipped q4_1 file"
-    assert "in int4: 0.00" in trace_weights(INT4) and "in llama.cpp: 0.00" in trace_weights("smollm2-135m")
-    assert "rounded to 4 bits" in trace_weights("hf:ORG/NAME?dtype=int4")
-    assert trace_weights("m.gguf") is None and trace_weights("m.gguf?backend=hf&dtype=int4") is None
+    assert weights_origin("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
+    assert weights_origin("smollm2-135m?backend=hf&dtype=float32") == "of the shipped q4_1 file"
+    assert "in int4: 0.00" in weights_origin(INT4) and "in llama.cpp: 0.00" in weights_origin("smollm2-135m")
+    assert "rounded to 4 bits" in weights_origin("hf:ORG/NAME?dtype=int4")
+    assert weights_origin("m.gguf") is None and weights_origin("m.gguf?backend=hf&dtype=int4") is None
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""llama.cpp through its C interface: opening, forwards and state.
+"""Models in llama.cpp, through its C API: loading, forward passes and state.
 
-Only `binding` imports llama_cpp. The engine knows token ids; text is its vocabulary's business.
+Only `binding` imports llama_cpp. The engine uses token ids; its vocabulary converts text.
 """

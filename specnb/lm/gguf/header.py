@@ -1,7 +1,8 @@
-"""The header of a GGUF file: its key-values and the list of its tensors, read one by one (format: ggml/docs/gguf.md).
+"""The header of a GGUF file: key-value pairs and tensors (format: ggml/docs/gguf.md).
 
-A first part that was cut after its header will do; versions 2 and 3, little endian. `gguf.GGUFReader` takes 10 s and
-490 MB more for 150,000 tokens, where this takes 0.2 s and 20 MB, and it refuses a file whose tensors are cut off.
+Reads versions 2 and 3, little endian, also from a file that is truncated after the header. For
+150,000 tokens it takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects
+truncated files.
 """
 
 import mmap
@@ -18,7 +19,7 @@ from specnb.io import reading, regular_stat
 
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct's code of each GGUF value type of fixed width."""
+"""struct format of each GGUF value type of fixed width."""
 
 ARCHITECTURE = "general.architecture"
 MODEL = "tokenizer.ggml.model"
@@ -26,7 +27,7 @@ TOKENS = "tokenizer.ggml.tokens"
 TYPES = "tokenizer.ggml.token_type"
 MERGES = "tokenizer.ggml.merges"
 NO_VOCABULARY = ("none", "no_vocab")
-"""Values of MODEL for which llama.cpp reads no tokens."""
+"""Values of MODEL for which llama.cpp reads no vocabulary."""
 
 ROPE_SCALING = ("none", "linear", "yarn", "longrope")
 BYTE = 6  # gguf.TokenType
@@ -34,9 +35,10 @@ BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 class Header(NamedTuple):
-    """Everything that a GGUF states before its tensors. `packed` holds each key with its value as in the file.
+    """The header of a GGUF file. `packed` holds the bytes of each key-value pair.
 
-    `shapes` are those of the tensors by name, the fastest dimension first; `places` their types and first bytes.
+    `shapes` are the tensors' shapes by name, fastest dimension first; `places` their types and
+    offsets.
     """
 
     path: Path
@@ -46,7 +48,7 @@ class Header(NamedTuple):
     places: dict[str, tuple[int, int]]
 
     def rows(self, name: str) -> tuple[Any, np.ndarray]:
-        """Map the bytes of a tensor, `(rows, bytes of a row)`; also return its `gguf.GGMLQuantizationType`."""
+        """Return a tensor's `gguf.GGMLQuantizationType` and mapped bytes, `(rows, row bytes)`."""
         from gguf import GGMLQuantizationType
         from gguf.quants import quant_shape_to_byte_shape
 
@@ -56,22 +58,22 @@ class Header(NamedTuple):
         return kind, np.memmap(self.path, np.uint8, "r", start, shape)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of `key`, `default` where it is not stated. Raises InputError for another type."""
+        """Return the value of `key`, or `default`. Raises InputError for another type."""
         value = self.values.get(key)
         if value is not None and type(value) is not kind:
             raise self.fault(key, value, f"expected {kind.__name__}")
         return default if value is None else value
 
     def fault(self, key: str, value: object, why: str) -> InputError:
-        """Return the error that names the file, the key, its value, what is wrong with it and the remedy."""
+        """Return an error with the file, the key, its value, the reason and the remedy."""
         text = " ".join(str(value).split())
-        return InputError(f"{self.path}: {key} is {text:.80}: {why}; fetch or convert it again")
+        return InputError(f"{self.path}: {key} is {text:.80}: {why}; download or convert it again")
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file, checked for the values on which llama.cpp ends the process.
+    """Return the header of a file after a check for values on which llama.cpp aborts.
 
-    Raises InputError that names the file, the key and the value.
+    Raises InputError with the file, the key and the value.
     """
     with reading(path):
         regular_stat(path)
@@ -84,12 +86,12 @@ def read_header(path: Path) -> Header:
 
 
 def _check_sizes(header: Header) -> None:
-    """Check what llama.cpp asserts of sizes (`llama_model_base::load_hparams`)."""
+    """Check sizes that llama.cpp asserts (`llama_model_base::load_hparams`)."""
     architecture = header.get(ARCHITECTURE, str, "")
 
     def checked(name: str, least: int, most: int, default: int = 0) -> int:
         value = header.values.get(key := f"{architecture}.{name}", default)
-        numbers = np.ravel(value)  # one, or one per layer
+        numbers = np.ravel(value)  # a scalar, or one value per layer
         if numbers.dtype.kind not in "iuf" or not least <= numbers.max() <= most:
             raise header.fault(key, value, f"expected {least} to {most}")
         return int(numbers.max())
@@ -98,7 +100,7 @@ def _check_sizes(header: Header) -> None:
     checked("nextn_predict_layers", 0, layers)
     experts = checked("expert_count", 0, 1024)  # LLAMA_MAX_EXPERTS
     checked("expert_group_count", 0, max(experts - 1, 0))
-    if not architecture.startswith("hunyuan"):  # there a lone expert counts as none
+    if not architecture.startswith("hunyuan"):  # there, one expert means a dense model
         checked("expert_used_count", min(experts, 1), experts)
     checked("attention.layer_norm_epsilon", 0, 1)
     checked("attention.layer_norm_rms_epsilon", 0, 1)
@@ -108,15 +110,15 @@ def _check_sizes(header: Header) -> None:
 
 
 def _check_tokens(header: Header) -> None:
-    """Check the token lists, of which some end llama.cpp's process or are read beyond their end."""
+    """Check the token lists, on which llama.cpp may abort or read out of bounds."""
     texts = header.get(TOKENS, list)
     if not texts:
-        raise header.fault(TOKENS, texts, "it lists no token")
+        raise header.fault(TOKENS, texts, "expected a list of tokens")
     counts = Counter(text.partition(b"\0")[0] for text in texts)  # as C strings
     counts[b""] = 1  # empty texts may repeat
     (text, n), *_ = counts.most_common(1)
     if n > 1:
-        raise header.fault(TOKENS, text, "two tokens have this text")
+        raise header.fault(TOKENS, text, "expected unique texts, two tokens have this one")
     header.get(MERGES, list)
     for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
         stored = header.get(key, np.ndarray)
@@ -126,7 +128,7 @@ def _check_tokens(header: Header) -> None:
     header.get("tokenizer.ggml.precompiled_charsmap", np.ndarray)
     for i in np.flatnonzero(header.get(TYPES, np.ndarray, np.zeros(0)) == BYTE):
         if header.values[MODEL] == "bert" or not BYTE_TEXT.fullmatch(texts[i]):
-            reason = "a token of the type byte must read <0x00> to <0xFF>, and WordPiece has none"
+            reason = "expected <0x00> to <0xFF> for a byte token, and no byte tokens in WordPiece"
             raise header.fault(TOKENS, texts[i], reason)
 
 
@@ -134,7 +136,7 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
     place = 0
 
     def take(code: str) -> Any:
-        """One value, or several; struct takes nothing that is not there, whatever lengths are announced."""
+        """Read one value or a tuple; struct raises if the data is shorter than a stated length."""
         nonlocal place
         values = struct.unpack_from(f"<{code}", data, place)
         place += struct.calcsize(f"<{code}")
@@ -147,7 +149,7 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         return string().decode("utf-8", "replace")
 
     def value() -> Any:
-        """A number, text or bool; of arrays a list of bytes, or a numpy array."""
+        """Read a number, str or bool, or an array as a list of bytes or a numpy array."""
         kind = take("I")
         if kind == STRING:
             return text()
@@ -161,19 +163,23 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
 
     magic, version = take("4sI")
     if magic != b"GGUF" or version not in (2, 3):
-        raise InputError(f"{path} starts with {magic!r}, version {version:#x}: expected GGUF 2 or 3, little endian")
+        expected = "expected GGUF 2 or 3, little endian: download or convert the file again"
+        raise InputError(f"{path} starts with {magic!r}, version {version:#x}, {expected}")
     n_tensors, n_keys = take("QQ")
     values, packed, shapes, places = {}, {}, {}, {}
     for _ in range(n_keys):
-        start, key = place, text()
+        start = place
+        key = text()
         values[key] = value()
         packed[key] = data[start:place]
     for _ in range(n_tensors):
-        name, n_dims = text(), take("I")
+        name = text()
+        n_dims = take("I")
         shapes[name] = tuple(take("Q") for _ in range(n_dims))
         places[name] = take("IQ")
     alignment = values.get("general.alignment", 32)
     start = -(-place // alignment) * alignment
     if alignment % 32:  # TENSOR_ALIGNMENT of ggml
         raise InputError(f"{path}: general.alignment is {alignment}, expected a multiple of 32")
-    return Header(path, values, packed, shapes, {name: (kind, start + n) for name, (kind, n) in places.items()})
+    places = {name: (kind, start + offset) for name, (kind, offset) in places.items()}
+    return Header(path, values, packed, shapes, places)

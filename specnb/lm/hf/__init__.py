@@ -1,4 +1,4 @@
-"""transformers' model code with our own cache: forwards of blocks and trees, and every rollback strategy.
+"""transformers models with our own cache: forward passes of blocks and trees, and rollback.
 
-It knows one sequence at a time; batches are for training, in `medusa`.
+It runs one sequence at a time; only training, in `medusa`, uses batches.
 """

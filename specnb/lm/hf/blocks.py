@@ -1,7 +1,7 @@
-"""Weights as integer codes with a scale and an offset for each group of a row: w = scale * code + offset.
+"""Weights as integer codes with a scale and an offset per group: w = scale * code + offset.
 
-Q4_0, Q4_1 and Q4_K blocks of a GGUF file have this form, in groups of 32. Weights of any other type are rounded to
-codes of 8 bits, in longer groups, because a forward pass reads the scales and offsets, too.
+Q4_0, Q4_1 and Q4_K blocks of a GGUF file have this form, in groups of 32. All other weights are
+rounded to 8-bit codes in longer groups, because a forward pass also reads the scales and offsets.
 """
 
 import mmap
@@ -15,9 +15,9 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 GROUP = 32
-"""Weights of a row that share a scale and an offset, where their codes have 4 bits."""
+"""Number of weights that share a scale and an offset, for 4-bit codes."""
 LONG_GROUPS = (128, 64, 32)
-"""The same where they have 8 bits: the first that divides a row."""
+"""The same for 8-bit codes: the first that divides the row."""
 
 
 class Blocks(NamedTuple):
@@ -25,15 +25,15 @@ class Blocks(NamedTuple):
 
     codes: Tensor  # (rows, inputs) uint8
     scales: Tensor  # (rows, inputs / group) float32
-    offsets: Tensor  # the same
+    offsets: Tensor  # (rows, inputs / group) float32
 
 
 @dataclass(frozen=True)
 class FileMatrix:
-    """A matrix in a GGUF file: `data (outputs, bytes of a row)` is a map of the file, read row by row.
+    """A matrix in a GGUF file: `data (outputs, bytes per row)` maps the file; rows are read on use.
 
-    `order` lists the rows of the file in the order of the matrix, where it differs. Codes have at most `most_bits`
-    bits; weights of types with more are rounded.
+    `order` lists the rows of the file in the order of the matrix, if it differs. Codes have at most
+    `most_bits` bits; weights of other types are rounded to them.
     """
 
     kind: Kind
@@ -57,12 +57,12 @@ class FileMatrix:
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         """Return these rows `(n, inputs)` in float32."""
         data = self._read(rows)
-        if self.kind is Kind.Q6_K:  # the type of a third of a Q4_K_M, which gguf takes seconds for
+        if self.kind is Kind.Q6_K:  # a third of a Q4_K_M file; gguf's function takes seconds
             return _weights_q6_k(torch.from_numpy(data).unflatten(1, (-1, 210)))
         return torch.from_numpy(dequantize(data, self.kind))
 
     def forget(self) -> None:
-        """Drop the pages of the file that were read; the system keeps or frees them as it likes."""
+        """Release the mapped pages of the file; the system decides whether to free them."""
         if isinstance(self.data, np.memmap):
             self.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -72,7 +72,7 @@ class FileMatrix:
 
 @dataclass(frozen=True)
 class RoundedMatrix:
-    """A matrix of floating-point weights, rounded to the nearest codes between the extremes of each group."""
+    """A matrix of floating-point weights, rounded between each group's minimum and maximum."""
 
     weight: Tensor
     bits: int
@@ -86,7 +86,7 @@ class RoundedMatrix:
         return round_rows(self.weight[rows].float(), self.bits)
 
     def forget(self) -> None:
-        """The weights are in memory anyway."""
+        """Do nothing: the weights are in memory."""
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         codes, scales, offsets = self.blocks(rows)
@@ -94,11 +94,11 @@ class RoundedMatrix:
 
 
 Matrix = FileMatrix | RoundedMatrix
-"""A matrix `(outputs, inputs)` whose rows can be read in part."""
+"""A matrix `(outputs, inputs)`, read in slices of rows."""
 
 
 def group_of(inputs: int, bits: int) -> int:
-    """Return how many weights of a row of `inputs` share a scale and an offset.
+    """Return the number of weights in a row of `inputs` that share a scale and an offset.
 
     >>> group_of(1536, 4), group_of(1536, 8), group_of(576, 8)
     (32, 128, 64)
@@ -107,7 +107,7 @@ def group_of(inputs: int, bits: int) -> int:
 
 
 def round_rows(weight: Tensor, bits: int) -> Blocks:
-    """Round `weight (…, inputs)` to `2**bits` evenly spaced values from the least to the greatest of each group.
+    """Round `weight (…, inputs)` to `2**bits` evenly spaced values between each group's extremes.
 
     >>> codes, scales, offsets = round_rows(torch.linspace(-1, 1, 32)[None], 4)
     >>> codes.unique().tolist() == [*range(16)], scales.item(), offsets.item()
@@ -126,7 +126,7 @@ def _halves(data: Tensor, start: int) -> Tensor:
 
 
 def _nibbles(data: Tensor) -> Tensor:
-    """Return the low halves of the bytes, then the high ones."""
+    """Return the low 4 bits of all bytes, then the high 4 bits."""
     return torch.cat([data & 15, data >> 4], -1)
 
 
@@ -140,8 +140,8 @@ def _split_q4_1(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _split_q4_k(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Eight groups of 32, whose scales and minima have 6 bits; two groups share 32 bytes of codes."""
-    low, middle, high = data[..., 4:8], data[..., 8:12], data[..., 12:16]
+    """Split blocks of eight groups of 32: 6-bit scales and minima; two groups share 32 bytes."""
+    low, middle, high = data[..., 4:16].split(4, -1)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1)
     minima = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1)
     codes = _nibbles(data[..., 16:].unflatten(2, (4, 32)))
@@ -150,7 +150,8 @@ def _split_q4_k(data: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _weights_q6_k(data: Tensor) -> Tensor:
     """Return the weights of blocks `(rows, blocks, 210)`: codes of 6 bits in groups of 16."""
-    low, high = data[..., :128].unflatten(2, (2, 2, 32)), data[..., 128:192].unflatten(2, (2, 1, 32))
+    low = data[..., :128].unflatten(2, (2, 2, 32))
+    high = data[..., 128:192].unflatten(2, (2, 1, 32))
     high = torch.cat([high << 4, high << 2, high, high >> 2], 3) & 48  # (rows, blocks, 2, 4, 32)
     codes = torch.cat([low & 15, low >> 4], 3) | high
     scales = data[..., 192:208].contiguous().view(torch.int8) * _halves(data, 208)
@@ -163,5 +164,5 @@ LAYOUTS = {
     Kind.Q4_1: (20, _split_q4_1),
     Kind.Q4_K: (144, _split_q4_k),
 }
-"""Bytes of a block, and the function that splits blocks `(rows, blocks, bytes)` into codes of 4 bits, scales and
-offsets. Source: `block_q4_0` and its neighbors in ggml/src/ggml-common.h."""
+"""Bytes per block, and a function that splits `(rows, blocks, bytes)` into 4-bit codes, scales and
+offsets. Source: `block_q4_0`, `block_q4_1` and `block_q4_K` in ggml/src/ggml-common.h."""

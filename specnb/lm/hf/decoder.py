@@ -1,16 +1,18 @@
-"""The forward of Llama, Mistral, Qwen2 and Qwen3 on a CPU, written out from tokens to logits; weights packed once.
+"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 on a CPU, from tokens to logits.
 
-transformers' modules take some 10 ms of a 135M model's forward, and torch packs the weights anew for every product.
-Here oneDNN packs them at opening, and one call multiplies, applies SiLU and adds the residual.
+transformers' modules take about 10 ms of a 135M model's forward pass, and torch packs the weights
+for every product. Here oneDNN packs them once, and one call multiplies, applies SiLU and adds the
+residual.
 
-A token gets the same bits in a block of any width, because no row is computed in a way that depends on how many there
-are. A product of one row rounds otherwise than one of several, so there are never fewer than ROWS. Activations run
-inside the products: outside, torch cuts them into chunks by thread, and a chunk's tail rounds otherwise. Attention
-runs in blocks of one size, each against the keys up to its own tokens, padded to a multiple of LANES with masked
-entries, which add exact zeros. `probe.certify` finds whether it holds on the CPU at hand.
+A token's logits are bit-identical in a block of any width, because the computation of a row does
+not depend on the number of rows. Products of one row round differently from products of several, so
+there are at least ROWS. Activations are fused into the products: torch's separate operators split a
+tensor between threads, and the end of each part rounds differently. Attention runs in blocks of one
+size, each over the keys up to its own tokens, padded to a multiple of LANES with masked entries,
+which add exact zeros. `probe.certify` checks this on the current CPU.
 
-Letters: n tokens, of which `n_held` more are in the cache; L layers, D hidden size, H query heads, G key/value heads,
-d head size, F inner size, V vocabulary.
+Letters: n new tokens after `n_held` in the cache; L layers, D hidden size, H query heads, G
+key/value heads, d head size, F inner size, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,40 +39,42 @@ from specnb.lm.tree import Tree
 
 FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 MOVING_ROTATIONS = ("dynamic", "longrope")
-"""Rotary scalings whose angles depend on the length of the text."""
+"""RoPE scaling types whose angles depend on the length of the text."""
 ROWS = 4
-"""Fewest rows of a product. With AVX-512 four take less time than one, with AVX2 7 % more (SmolLM2-135M)."""
+"""Fewest rows of a product. Four rows take less time than one with AVX-512, 7 % more with AVX2
+(SmolLM2-135M)."""
 LANES = 64
-"""Keys of a call come in multiples of this: more than any vector register or unrolled loop of the kernel takes."""
+"""The number of keys is a multiple of this, larger than the kernel's vectors and unrolled loops."""
 BLOCK = 16
-"""Query rows of a call of attention: tokens times the heads that share keys."""
+"""Query rows per attention call: tokens times the heads that share keys."""
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
-    """Tell whether every layer attends to the whole past: no sliding windows, no chunks."""
+    """Return whether all layers attend to all past tokens, without windows or chunks."""
     kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
     windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return kinds <= {"full_attention", "global"} and not windowed
 
 
 def refuse(net: PreTrainedModel) -> str:
-    """Say what in `net` this forward does not compute; "" for nothing."""
+    """Return why this forward pass does not support `net`; "" if it does."""
     config = net.config
     if type(net) not in FAMILIES or config.hidden_act != "silu":
-        return f"{type(net).__name__} is not of {', '.join(family.__name__ for family in FAMILIES)} with SiLU"
+        families = ", ".join(family.__name__ for family in FAMILIES)
+        return f"{type(net).__name__} is not one of {families} with SiLU"
     if net.device.type != "cpu" or net.dtype == torch.float16:
         return f"{net.dtype} on {net.device} has no packed product"
     if not attends_to_all(config):
         return "some of its layers attend to a window of the past"
-    if config.rope_parameters.get("rope_type") in MOVING_ROTATIONS:
-        return f"its rotary scaling ({config.rope_parameters['rope_type']}) moves with the length of the text"
+    if (scaling := config.rope_parameters.get("rope_type")) in MOVING_ROTATIONS:
+        return f"its rotary scaling ({scaling}) depends on the length of the text"
     if not all(type(layer) in (nn.Linear, BlockLinear) for layer in linear_layers(net)):
-        return "its linear layers are quantised"
+        return "its linear layers are quantized"
     return ""
 
 
 def linear_layers(net: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of `net` that multiply by a matrix."""
+    """Return the linear layers of `net`."""
     return [module for name, module in net.named_modules() if name.endswith(("_proj", "lm_head"))]
 
 
@@ -81,20 +85,23 @@ def with_layers(
     norm: nn.Module | None = None,
     lm_head: nn.Module | None = None,
 ) -> PreTrainedModel:
-    """Return a network of these layers, with another norm and lm_head if given; it shares all else with `net`."""
-    part, body, config = copy(net), copy(net.model), copy(net.config)
+    """Return a copy of `net` with these layers, norm and lm_head; it shares the other modules."""
+    part = copy(net)
+    body = copy(net.model)
+    config = copy(net.config)
     body._modules = net.model._modules | {"layers": nn.ModuleList(layers), "norm": norm or net.model.norm}
     part._modules = net._modules | {"model": body, "lm_head": lm_head or net.lm_head}
-    part.config, config.num_hidden_layers = config, len(layers)
+    config.num_hidden_layers = len(layers)
+    part.config = config
     return part
 
 
 LAYER_STEP = 8
-"""One of so many int4 layers is probed: those of the same shapes run the same kernel."""
+"""The probe of int4 runs every LAYER_STEP-th layer: layers of equal shapes use one kernel."""
 
 
 class Block(NamedTuple):
-    """The weights of a layer; `q_norm` and `k_norm (d,)` are None in all families but Qwen3."""
+    """The weights of a layer; `q_norm` and `k_norm (d,)` are None except in Qwen3."""
 
     attention_norm: Tensor  # (D,)
     qkv: Product | Int4Product  # D -> (H + 2 G) d
@@ -107,23 +114,23 @@ class Block(NamedTuple):
 
     @property
     def shapes(self) -> tuple:
-        """The shapes of the products: layers that agree in them compute in the same way."""
+        """The shapes of the products. Layers with equal shapes use the same kernels."""
         return self.qkv.shape, self.out.shape, self.gate.shape, self.down.shape
 
 
 class Call(NamedTuple):
-    """Rows of a forward that see equally many keys: one call of attention."""
+    """One call of attention, for rows with equal numbers of keys."""
 
     path: Tensor | None
-    """The nodes of a tree that are put in line in the cache for these rows; None for a chain."""
+    """Nodes of a tree to move to consecutive cache entries for these rows; None for a chain."""
     rows: Tensor
-    """`(calls G block,)`: the query of each of the call's rows, among the `(n H, d)` of the forward."""
+    """`(calls G block,)`: index of each row's query among the `(n H, d)` of the pass."""
     mask: Tensor
-    """`(calls, 1, block, keys)`: 0 where a row sees a key, else -inf."""
+    """`(calls, 1, block, keys)`: 0 if the row attends to the key, else -inf."""
 
 
 class Decoded(NamedTuple):
-    """Logits `(keep, V)`; the states before and after the final norm, `(n, D)` each; and those behind tapped layers."""
+    """Logits `(keep, V)`, states `(n, D)` before and after the final norm, and of tapped layers."""
 
     logits: Tensor
     pre_norm: Tensor
@@ -132,30 +139,38 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """Weights of `net` as they are now, and a cache of keys and values for at most `n_ctx` tokens.
+    """The current weights of `net`, and a cache of keys and values for at most `n_ctx` tokens.
 
-    `rows` is the fewest rows of a product: ROWS for equal bits at all widths, 1 for none of that.
+    `rows` is the minimum number of rows of a product: ROWS for equal bits at all widths, or 1.
     """
 
     def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
-        config, packed, body = net.config, can_pack(net), net.model
+        config = net.config
+        body = net.model
+        packed = can_pack(net)
         in_blocks = all(type(layer) is BlockLinear for layer in linear_layers(net))
-        self.packed, self.rows = packed, 1 if in_blocks else rows
-        self.residual = torch.float32 if in_blocks else net.dtype  # oneDNN adds in the type of its product
-        self.H, self.G = config.num_attention_heads, config.num_key_value_heads
+        self.packed = packed
+        self.rows = 1 if in_blocks else rows
+        # oneDNN adds in the dtype of its product
+        self.residual = torch.float32 if in_blocks else net.dtype
+        self.H = config.num_attention_heads
+        self.G = config.num_key_value_heads
         self.d = body.layers[0].self_attn.head_dim
-        self.embed, self.dtype = body.embed_tokens, net.dtype
+        self.embed = body.embed_tokens
+        self.dtype = net.dtype
         self.blocks = [_block(layer, packed) for layer in body.layers]
         self.norm = _wide(body.norm.weight)  # (D,)
         self.eps = torch.tensor(config.rms_norm_eps, dtype=self.norm.dtype)
         self.head = _product(net.lm_head, packed=packed)
-        cos, sin = body.rotary_emb(torch.empty(1, dtype=self.dtype), torch.arange(n_ctx)[None])  # (1, n_ctx, d)
-        self.cos, half = cos[0, :, None], self.d // 2
+        # (1, n_ctx, d)
+        cos, sin = body.rotary_emb(torch.empty(1, dtype=self.dtype), torch.arange(n_ctx)[None])
+        half = self.d // 2
+        self.cos = cos[0, :, None]
         self.sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self.cache = torch.zeros(len(self.blocks), 2, self.G, 0, self.d, dtype=self.dtype)
 
     def sample(self) -> "Decoder":
-        """Return a decoder of every LAYER_STEP-th layer, and of one layer at least of each shape, to probe quickly."""
+        """Return a decoder of every LAYER_STEP-th layer, and one of each shape, for fast probes."""
         blocks = {block.shapes: index for index, block in enumerate(self.blocks)}
         chosen = sorted({*blocks.values(), *range(0, len(self.blocks), LAYER_STEP)})
         part = copy(self)
@@ -165,17 +180,20 @@ class Decoder:
 
     @property
     def shapes(self) -> list:
-        """All shapes on which the bits of a forward pass depend."""
+        """All shapes that determine the bits of a forward pass."""
         return [[block.shapes for block in self.blocks], self.head.shape, self.H, self.G, self.d]
 
     def decode(
         self, x: Tensor, n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
     ) -> Decoded:
-        """Append what enters the first layer, `x (n, D)`, behind `n_held` tokens; logits of the last `keep`.
+        """Run embeddings `x (n, D)` after `n_held` tokens; return the logits of the last `keep`.
 
-        As a chain, or row i as node i of `tree`; `taps` are layers whose outputs are wanted, from 0.
+        Row i is token i of a chain, or node i of `tree`. `taps` are layers, from 0, whose outputs
+        to return.
         """
-        n, H, G, d, half = len(x), self.H, self.G, self.d, self.d // 2
+        n = len(x)
+        H, G, d = self.H, self.G, self.d
+        half = d // 2
         pad = max(0, self.rows - n)
         self._reserve(n_held + n)
         depths = range(n) if tree is None else tree.depths
@@ -184,32 +202,35 @@ class Decoder:
         attend = self._plan_attention(depths, n_held, tree, pad)
         slots = self.cache[:, :, :, n_held : n_held + n].unbind()  # of each layer (2, G, n, d)
         states = []
-        x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x  # (rows, D): the first token fills up in front
+        # (rows, D), padded in front with the first token
+        x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x
         x = x.to(self.residual)
         for index, block in enumerate(self.blocks):
-            h = self._normalise(x, block.attention_norm)  # (rows, D)
+            h = self._normalize(x, block.attention_norm)  # (rows, D)
             qkv = block.qkv(h).view(-1, H + 2 * G, d)
             if pad:
                 qkv = qkv[pad:]
-            q, k, qk = qkv[:, :H], qkv[:, H : H + G], qkv[:, : H + G]  # views: (n, H, d), (n, G, d), (n, H + G, d)
+            qk = qkv[:, : H + G]  # views: (n, H + G, d)
+            q = qk[:, :H]  # (n, H, d)
+            k = qk[:, H:]  # (n, G, d)
             if block.q_norm is not None:
-                q.copy_(self._normalise(q, block.q_norm))
-                k.copy_(self._normalise(k, block.k_norm))
-            turned = torch.cat([qk[..., half:], qk[..., :half]], -1)
-            qk.mul_(cos).addcmul_(turned, sin)  # the rotation: (a, b) -> (a cos - b sin, b cos + a sin)
+                q.copy_(self._normalize(q, block.q_norm))
+                k.copy_(self._normalize(k, block.k_norm))
+            swapped = torch.cat([qk[..., half:], qk[..., :half]], -1)
+            qk.mul_(cos).addcmul_(swapped, sin)  # RoPE: (a, b) -> (a cos - b sin, b cos + a sin)
             new = qkv[:, H:].view(n, 2, G, d).permute(1, 2, 0, 3)  # keys and values (2, G, n, d)
             slots[index].copy_(new)
             x = block.out.add(attend(q, index, new), x)  # (rows, H d) -> (rows, D)
-            h = self._normalise(x, block.mlp_norm)
+            h = self._normalize(x, block.mlp_norm)
             x = block.down.add(block.gate(h), x)  # (rows, F) -> (rows, D)
             if index in taps:
                 states.append(x[pad:].to(self.dtype))
-        post = self._normalise(x, self.norm)
+        post = self._normalize(x, self.norm)
         logits = self.head(post[-max(keep, self.rows) :])[-keep:]
         return Decoded(logits, x[pad:].to(self.dtype), post[pad:], states)
 
-    def _normalise(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm of `x (…, D)`, in float32, by fewer operators than torch's, which takes 5 % more of a forward."""
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return RMSNorm of `x (…, D)` in float32; torch's more operators take 5 % longer."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight.dtype)
         scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight).to(self.dtype)
@@ -217,8 +238,12 @@ class Decoder:
     def _plan_attention(
         self, depths: Sequence[int], n_held: int, tree: Tree | None, pad: int
     ) -> Callable[[Tensor, int, Tensor], Tensor]:
-        """Return the attention of a forward pass, from queries `(n, H, d)`, layer and new entries to `(rows, H d)`."""
-        n, shared = len(depths), self.H // self.G
+        """Return the attention function of a pass.
+
+        It maps queries `(n, H, d)`, a layer and its new cache entries to outputs `(rows, H d)`.
+        """
+        n = len(depths)
+        shared = self.H // self.G
         if tree is None and n > MAX_ROWS:
             return partial(self._attend_long, n_held)
         if tree is None and n * shared <= BLOCK and n_held // LANES == (n_held + n - 1) // LANES:
@@ -227,9 +252,10 @@ class Decoder:
         return partial(self._attend, n_held, calls, order)
 
     def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
-        """Return the attention of a few tokens, which `plan` would do in one call, without its lists of rows."""
-        G, d, shared = self.G, self.d, self.H // self.G
-        # in bfloat16 a row does not depend on how many there are, in float32 it may
+        """Return the attention of a few tokens in one call, faster than the general `plan`."""
+        G, d = self.G, self.d
+        shared = self.H // G
+        # the bits of a row may depend on the number of rows in float32, but not in bfloat16
         size = n * shared if self.rows == 1 else call_size(shared)
         mask = mask_call(n, n_held, shared, size, self.dtype)
         n_keys = mask.shape[3]
@@ -246,11 +272,13 @@ class Decoder:
         return attend
 
     def _attend(self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, layer: int, new: Tensor) -> Tensor:
-        """Attention of `q (n, H, d)` in blocks of one size; returns `(rows, H d)`, padded in front."""
-        kv, q, outs = self.cache[layer], q.reshape(-1, self.d), []
+        """Return attention of `q (n, H, d)` in blocks of one size, `(rows, H d)` with padding."""
+        kv = self.cache[layer]
+        q = q.reshape(-1, self.d)
+        outs = []
         for path, rows, mask in calls:
-            # A node's ancestors do not lie side by side in the cache, and sums over keys in another order round
-            # otherwise: one path after the other is put in line there.
+            # Sums over keys in another order round differently, so each node's ancestors are moved
+            # to consecutive entries, one path at a time.
             if path is not None:
                 kv[:, :, n_held : n_held + len(path)] = new.index_select(2, path)
             queries = q.index_select(0, rows).view(len(mask), self.G, -1, self.d)
@@ -262,32 +290,36 @@ class Decoder:
         return out.index_select(0, order).view(-1, self.H * self.d)
 
     def _attend_long(self, n_held: int, q: Tensor, layer: int, _new: Tensor) -> Tensor:
-        """Attention of a long block, `q (n, H, d)`, to all keys and values; returns `(n, H d)`."""
-        n, length = len(q), n_held + len(q)
+        """Return attention of a long block `q (n, H, d)` over all keys and values, `(n, H d)`."""
+        n = len(q)
+        length = n_held + n
         visible = torch.ones(n, length, dtype=torch.bool).tril_(n_held)
         keys, values = self.cache[layer, :, None, :, :length]
-        out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], keys, values, attn_mask=visible, enable_gqa=True)
+        q = q.transpose(0, 1)[None]
+        out = F.scaled_dot_product_attention(q, keys, values, attn_mask=visible, enable_gqa=True)
         return out[0].transpose(0, 1).reshape(n, -1)
 
     def _reserve(self, n: int) -> None:
-        """Make room for `n` tokens, twice as much each time, in whole LANES: calls look behind the last token."""
+        """Grow the cache to `n` tokens or twice its size, in multiples of LANES for masked keys."""
         room = self.cache.shape[3]
         if n > room:
             more = -(-max(2 * room, n, 4 * LANES) // LANES) * LANES - room
             self.cache = F.pad(self.cache, (0, 0, 0, more))
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Keep these of the entries from `start` on, counted from there, in this order."""
-        self.cache[..., start : start + len(nodes), :] = self.cache[..., torch.tensor(nodes, dtype=int) + start, :]
+        """Move the entries `start + nodes` to consecutive positions from `start`, in this order."""
+        rows = start + torch.tensor(nodes, dtype=int)
+        self.cache[..., start : start + len(nodes), :] = self.cache[..., rows, :]
 
 
 def _wide(weight: Tensor) -> Tensor:
-    """The weights of a norm, which is computed in float32 at least."""
+    """Return the weights of a norm in at least float32, as norms are computed."""
     return weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
 
 
 def _block(layer: nn.Module, packed: bool) -> Block:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     q_norm, k_norm = (getattr(attention, name, None) for name in ("q_norm", "k_norm"))
     return Block(
         _wide(layer.input_layernorm.weight),
@@ -309,39 +341,43 @@ def _product(*layers: nn.Linear, packed: bool) -> Product | Int4Product:
 
 
 def mask_call(n: int, n_held: int, shared: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask `(1, 1, size, keys)` of a call that holds `n` tokens after `n_held`, `shared` queries each."""
+    """Return the mask `(1, 1, size, keys)` of `n` tokens after `n_held`, `shared` queries each."""
     tokens = (torch.arange(size) // shared).clamp(max=n - 1)
     hidden = torch.arange((n_held // LANES + 1) * LANES) > n_held + tokens[None, None, :, None]
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def call_size(shared: int) -> int:
-    """Return the query rows of a call, where `shared` query heads share keys."""
+    """Return the number of query rows of a call if `shared` query heads share keys."""
     return -(-max(1, BLOCK // shared) * shared // BLOCK) * BLOCK
 
 
 def plan(
     depths: Sequence[int], n_held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
 ) -> tuple[list[Call], Tensor]:
-    """Return the calls of attention, and where each query `(pad + n, H)` stands in their outputs; the first fills up.
+    """Return the attention calls, and the index of each query `(pad + n, H)` in their outputs.
 
-    The number of keys belongs to a token, not to the block: sums over 192 and 256 keys run in different orders.
+    Padding repeats the first token. The number of keys depends on the token, not on the block: sums
+    over 192 and over 256 keys have different orders. Example, a tree of four nodes:
 
     parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
     """
     shared = H // G
-    per_call = max(1, BLOCK // shared)  # tokens a call
+    per_call = max(1, BLOCK // shared)  # tokens per call
     slot = np.arange(call_size(shared)).clip(max=per_call * shared - 1)
     heads = np.arange(G)[:, None] * shared + slot % shared  # (G, size)
     place = np.empty(len(depths) * H, dtype=np.int64)
-    calls, base = [], 0
+    calls = []
+    base = 0
     for path, nodes in _paths(len(depths), tree):
-        last = n_held + np.array([depths[node] for node in nodes])  # the last key that each sees
+        last = n_held + np.array([depths[node] for node in nodes])  # each node's last visible key
         for keys in np.unique(last // LANES + 1) * LANES:
             chosen = np.flatnonzero(last // LANES + 1 == keys // LANES)
-            rows, visible = np.array(nodes)[chosen], last[chosen]
+            rows = np.array(nodes)[chosen]
+            visible = last[chosen]
             n_calls = -(-len(rows) // per_call)
-            token = (np.arange(n_calls)[:, None] * per_call + slot // shared).clip(max=len(rows) - 1)  # (calls, size)
+            token = np.arange(n_calls)[:, None] * per_call + slot // shared  # (calls, size)
+            token = token.clip(max=len(rows) - 1)
             queries = rows[token][:, None] * H + heads  # (calls, G, size)
             hidden = torch.from_numpy(np.arange(keys) > visible[token][:, None, :, None])
             mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
@@ -352,11 +388,12 @@ def plan(
 
 
 def _paths(n: int, tree: Tree | None) -> list[tuple[Tensor | None, list[int]]]:
-    """Paths that together hold all nodes, and of each the nodes that no path before it holds."""
+    """Return paths that cover all nodes, each with the nodes that no earlier path covers."""
     if tree is None:
         return [(None, list(range(n)))]
-    paths, placed = [], set()
-    for leaf in range(n - 1, -1, -1):  # parents come first: a node that no path holds yet is a leaf
+    paths = []
+    placed = set()
+    for leaf in range(n - 1, -1, -1):  # the last node that is not placed is a leaf
         if leaf not in placed:
             path = tree.path(leaf)
             paths.append((torch.tensor(path), [node for node in path if node not in placed]))

@@ -1,8 +1,8 @@
-"""One forward of a transformers model over its state, and the state's copies: what `rollback` builds on.
+"""Forward passes of a transformers model over its state, and copies of the state, for `rollback`.
 
-A cache keeps what can be dropped again, and is copied where it cannot. Several families run without an error and
-forget: their state has another argument, lives in the modules, or is ignored by forwards of more than one token
-(Mamba, Falcon-Mamba, Jamba). `probe` looks for them.
+Attention caches are cropped; recurrent states are copied. Several families silently lose their
+state: they have another argument for it, store it in modules, or ignore it in passes over more than
+one token (Mamba, Falcon-Mamba, Jamba). `probe` detects them.
 """
 
 import inspect
@@ -28,14 +28,14 @@ States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
 MASKED = ("eager", "sdpa")
-"""Attention implementations of transformers that add a mask of four dimensions to the scores as it is."""
+"""Attention implementations of transformers that accept a mask of four dimensions unchanged."""
 
 
 class KeptPastLayer(DynamicLayer):
-    """KV of one layer, `(batch, kv_heads, length, head_dim)`, in a buffer that doubles when it is full.
+    """KV cache of a layer, `(batch, kv_heads, length, head_dim)`, in a buffer that doubles.
 
-    transformers' own layer copies the whole cache at every step (torch.cat); here a step writes its new rows in
-    place, and a crop only moves the end.
+    transformers' own layer copies the whole cache at every step (torch.cat). This one writes new
+    rows in place, and cropping only changes the length.
     """
 
     def __init__(self) -> None:
@@ -45,12 +45,16 @@ class KeptPastLayer(DynamicLayer):
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
-        start, end = self._length, self._length + key_states.shape[-2]
+            self.keys = key_states[:, :, :0]
+            self.values = value_states[:, :, :0]
+        start = self._length
+        end = start + key_states.shape[-2]
         if (room := self.keys.shape[-2]) < end:
             more = (0, 0, 0, max(FIRST_ROOM, 2 * end) - room)
-            self.keys, self.values = pad(self.keys, more), pad(self.values, more)
-        self.keys[:, :, start:end], self.values[:, :, start:end] = key_states, value_states
+            self.keys = pad(self.keys, more)
+            self.values = pad(self.values, more)
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
         self._length = end
         return self.keys[:, :, :end], self.values[:, :, :end]
 
@@ -58,48 +62,50 @@ class KeptPastLayer(DynamicLayer):
         return self._length
 
     def keep(self, length: int) -> None:
-        """Forget what lies behind the first `length` positions."""
+        """Crop the cache to the first `length` positions."""
         self._length = min(self._length, length)
 
     def gather(self, start: int, nodes: Sequence[int]) -> None:
-        """Keep these of the positions from `start` on, counted from there, in this order and in place."""
+        """Move the entries `start + nodes` to consecutive positions from `start`; drop the rest."""
         end = start + len(nodes)
-        if list(nodes) != list(range(len(nodes))):  # else they lie where they should
+        if list(nodes) != list(range(len(nodes))):  # if not already in place
             rows = torch.tensor(nodes, device=self.keys.device) + start
-            for rows_held in (self.keys, self.values):
-                rows_held[:, :, start:end] = rows_held.index_select(2, rows)
+            for entries in (self.keys, self.values):
+                entries[:, :, start:end] = entries.index_select(2, rows)
         self._length = end
 
 
 CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Layers of transformers whose entries KeptPastLayer keeps: each position has its own."""
+"""Cache layers of transformers that KeptPastLayer can replace: they have one entry per position."""
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """An empty cache for `model`; sliding windows keep every position, for their masks, not the cache, forget."""
+    """Return an empty cache for `model`. It keeps all positions; masks apply sliding windows."""
     layers = DynamicCache(config=model.config).layers
     return Cache(layers=[KeptPastLayer() if type(layer) in CROPPABLE else layer for layer in layers])
 
 
 def uncroppable(model: PreTrainedModel) -> str:
-    """Say what in the state of this model cannot go back by dropping entries; "" when all can."""
+    """Return why the state of this model cannot be cropped; "" if it can."""
     if model._is_stateful:
-        return f"{type(model).__name__} has recurrent layers, whose state keeps no past to go back to"
-    other = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers if type(layer) not in CROPPABLE}
-    return f"its cache holds {', '.join(sorted(other))}, which cannot be cropped exactly" if other else ""
+        return f"{type(model).__name__} has recurrent layers, whose state cannot be cropped"
+    kinds = {type(layer) for layer in DynamicCache(config=model.config).layers}
+    other = ", ".join(sorted(kind.__name__ for kind in kinds.difference(CROPPABLE)))
+    return f"its cache has {other}, which cannot be cropped exactly" if other else ""
 
 
 def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
-    """Yield the layers with a recurrent or convolutional state that was written, by index."""
+    """Yield index and layer of the recurrent and convolution states that are not empty."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
             yield index, layer
 
 
 class SavedState(NamedTuple):
-    """Copies of all recurrent states after `n_tokens` tokens, by layer: `(conv states, recurrent states)`.
+    """Copies of the recurrent states after `n_tokens`, by layer: `(conv states, recurrent states)`.
 
-    Convolutional windows are `(batch, channels, kernel)`; recurrent states as the family keeps them.
+    Convolution windows are `(batch, channels, kernel)`; shapes of recurrent states depend on the
+    family.
     """
 
     n_tokens: int
@@ -111,7 +117,7 @@ class SavedState(NamedTuple):
         return sum(t.nbytes for t in tensors if t is not None)
 
     def put_back(self, cache: Cache) -> None:
-        """Overwrite the recurrent states of `cache`, which must have been written since. Attention is not touched."""
+        """Restore the recurrent states of `cache`, which must not be empty, but not attention."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
             layer.conv_states, layer.recurrent_states = _copies(conv), _copies(states)
@@ -122,55 +128,58 @@ def _copies(states: States) -> States:
 
 
 def tree_mask(tree: Tree, n_held: int, model: PreTrainedModel) -> torch.Tensor:
-    """Return what `model` adds to scores of nodes after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
-    # never boolean: eager attention would add False and True as 0 and 1, and say nothing
-    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is seen
+    """Return the tree mask after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
+    # not boolean: eager attention would silently add False and True as 0 and 1
+    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is visible
     mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
     return mask[None, None].to(model.device)
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
-    """Say what in this model, or its rollback, stands against trees; "" if nothing that can be read off.
+    """Return why this model or its rollback cannot run trees; "" if the config shows no reason.
 
-    A node is told its position, and which keys it sees. A model that takes positions from elsewhere (the index of a
-    key, as ALiBi does, or the length of the cache), or looks back through a window over indices, would run without an
-    error and be wrong. `probe.probe_trees` finds what the configuration does not tell.
+    Nodes get positions and a mask. A model that derives positions from the index of a key (ALiBi)
+    or the length of the cache, or that applies a window to indices, would silently return wrong
+    logits. `probe.probe_trees` detects the cases that the config does not show.
     """
     config = model.config.get_text_config(decoder=True)
-    name, attention = type(model).__name__, config._attn_implementation
+    name = type(model).__name__
+    attention = config._attn_implementation
     if rollback != "crop":
-        return f"nodes are dropped from a cache, and the way back of this model is {rollback}"
+        return f"trees need rollback=crop, but the rollback strategy of this model is {rollback}"
     if not attends_to_all(config):
-        return f"{name} has layers that attend to a window of the past, which they count by index, not by depth"
+        return f"{name} has layers that attend to a window of the past, by index instead of depth"
     if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes the positions of tokens from their index in the cache, not from position_ids"
     if attention not in MASKED:
-        return f"its attention ({attention}) takes no mask of a tree; {' and '.join(MASKED)} do"
+        return f"its attention ({attention}) accepts no tree mask: use {' or '.join(MASKED)}"
     return ""
 
 
 def cache_argument(model: PreTrainedModel) -> str:
-    """Name of the forward's argument that takes the cache. LoadError for models that keep their state otherwise."""
+    """Return the name of the cache argument of `forward`. Raises LoadError if there is none."""
     parameters = inspect.signature(model.forward).parameters
     for name in ("past_key_values", "cache_params"):
         if name in parameters:
             return name
-    raise LoadError(f"{type(model).__name__} takes no cache (past_key_values, cache_params): it cannot be run here")
+    expected = "expected past_key_values or cache_params: use another model"
+    raise LoadError(f"{type(model).__name__} takes no cache argument, {expected}")
 
 
 def final_norm(net: PreTrainedModel) -> torch.nn.Module:
-    """Return the norm between the last layer and lm_head. Raises InputError unless one candidate stands there."""
+    """Return the norm between the last layer and lm_head. Raises InputError unless it is unique."""
     width = net.get_output_embeddings().weight.shape[1]
     children = net.get_decoder().named_children()
     norms = {n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)}
     if len(norms) != 1:
-        raise InputError(f"{type(net).__name__} has {len(norms)} norms that may stand before lm_head: {[*norms]}")
+        candidates = f"{len(norms)} norms before lm_head ({', '.join(norms)})"
+        raise InputError(f"{type(net).__name__} has {candidates}, expected 1")
     (norm,) = norms.values()
     return norm
 
 
 class TorchEngine(Engine):
-    """`model` with a state of `n_held` tokens."""
+    """A transformers model with a state of `n_held` tokens."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -178,61 +187,58 @@ class TorchEngine(Engine):
         self.n_held = 0
         self.cache = new_cache(model)
         self.feeding = False
-        """True while the model runs to extend this state, and for nobody else: recorders keep nothing of other runs."""
+        """True while the model runs for this state; recorders ignore other calls of the model."""
         self.steps: Steps = "blocks"
-        """Whether tokens are fed one by one, and from when on (`probe.probe_steps`)."""
+        """How tokens must be fed (see `probe.probe_steps`)."""
         self._threads = torch.get_num_threads()
         self._state_argument = cache_argument(model)
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def set_threads(self, n: int) -> None:
-        """Compute with `n` threads from the next forward pass on."""
+        """Use `n` threads from the next forward pass."""
         self._threads = n
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Run torch with this model's number of threads, and leave the process with its own."""
-        others = torch.get_num_threads()
-        if others != self._threads:
+        """Use this model's number of torch threads in a block, then restore the process's."""
+        n_before = torch.get_num_threads()
+        if n_before != self._threads:
             torch.set_num_threads(self._threads)
         try:
             yield
         finally:
-            if others != self._threads:
-                torch.set_num_threads(others)
+            if n_before != self._threads:
+                torch.set_num_threads(n_before)
 
     @torch.inference_mode()
     def feed(self, ids, rows):
         with self.threads():
-            return self._feed(ids, rows)
-
-    def _feed(self, ids: Sequence[int], rows: int) -> np.ndarray:
-        if self.steps == "single" or (self.steps == "later" and self.n_held):
-            return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
-        # ids before it need no logits, and go in pieces where blocks see the state
-        end = max(0, len(ids) - max(rows, PREFILL_WIDTH)) if self.steps == "blocks" else 0
-        for start in range(0, end, PREFILL_WIDTH):
-            self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
-        return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
+            if self.steps == "single" or (self.steps == "later" and self.n_held):
+                return _last_rows(torch.cat([self._forward([token], 1)[0] for token in ids]), rows)
+            # ids before `end` need no logits; run them in chunks if blocks use the state
+            end = max(0, len(ids) - max(rows, PREFILL_WIDTH)) if self.steps == "blocks" else 0
+            for start in range(0, end, PREFILL_WIDTH):
+                self._forward(ids[start : min(start + PREFILL_WIDTH, end)], 1)
+            return _last_rows(self._forward(ids[end:], max(1, rows))[0], rows)
 
     @torch.inference_mode()
     def feed_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
-        """Append the nodes of `tree` in one forward; their logits `(T, vocab)`."""
+        """Append the nodes of `tree` in one forward pass; return their logits `(T, vocab)`."""
         n = len(tree)
-        if tree == Tree.chain(n):  # needs no mask, and without one its bits are those of plain decoding
+        if tree == Tree.chain(n):  # without a mask, bit-identical to plain decoding
             return self.feed(ids, n)
         with self.threads():
             return _last_rows(self._forward(ids, n, tree)[0], n)
 
     @torch.inference_mode()
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
-        """Keep these of the entries after the first `start` tokens, counted from there, in their order."""
+        """Move the entries `start + nodes` to consecutive positions from `start`; drop the rest."""
         for layer in self.cache.layers:
             layer.gather(start, nodes)
         self.n_held = start + len(nodes)
 
     def _forward(self, ids: Sequence[int], keep: int, tree: Tree | None = None) -> torch.Tensor:
-        """Token i at its place in line, or as node i of `tree` at its depth, seeing its ancestors only.
+        """Run `ids` as a chain, or as the nodes of `tree` with a tree mask.
 
         Returns logits `(1, keep, vocab)` in the model's dtype.
         """
@@ -241,46 +247,54 @@ class TorchEngine(Engine):
             options["logits_to_keep"] = keep
         if tree is not None:
             options["attention_mask"] = tree_mask(tree, self.n_held, self.model)
-        fed = torch.tensor([[*ids], [*(tree.depths if tree else range(len(ids)))]], device=self.device)
+        depths = tree.depths if tree else range(len(ids))
+        fed = torch.tensor([[*ids], [*depths]], device=self.device)
+        options["input_ids"] = fed[:1]
+        options["position_ids"] = self.n_held + fed[1:]
         self.feeding = True
         try:
-            out = self.model(input_ids=fed[:1], position_ids=self.n_held + fed[1:], use_cache=True, **options)
+            out = self.model(use_cache=True, **options)
         finally:
             self.feeding = False
         self.n_held += len(ids)
         return out.logits[:, -keep:]
 
-    def listen(self, hear: Callable[..., object], layers: Sequence[int] = ()) -> Callable[[], None]:
-        """As `HfModel.listen`; behind the two states `hear` gets the outputs of these layers, from 0."""
+    def listen(self, receive: Callable, layers: Sequence[int] = ()) -> Callable[[], None]:
+        """Do as `HfModel.listen`; `receive` also gets the outputs of `layers`, from 0."""
         outputs = {}
 
-        def keep(layer, _module, _inputs, output):
+        def store(layer, _module, _inputs, output):
             outputs[layer] = output if isinstance(output, torch.Tensor) else output[0]
 
         def hook(_norm, inputs, output):
-            if self.feeding:  # heads may borrow this very norm
-                hear(inputs[0][0], output[0], *(outputs[layer][0] for layer in layers))
+            if self.feeding:  # heads may call the same norm
+                receive(inputs[0][0], output[0], *(outputs[layer][0] for layer in layers))
 
         hooks = ExitStack()
         hooks.enter_context(final_norm(self.model).register_forward_hook(hook))
         for layer in layers:
             module = self.model.get_decoder().layers[layer]
-            hooks.enter_context(module.register_forward_hook(partial(keep, layer)))
+            hooks.enter_context(module.register_forward_hook(partial(store, layer)))
         return hooks.close
 
     def keep(self, n):
-        """As `Engine.keep`, which never fails here."""
+        """Do as `Engine.keep`, which always succeeds here."""
         for layer in self.cache.layers:
             if isinstance(layer, KeptPastLayer):
                 layer.keep(n)
-            elif isinstance(layer, DynamicLayer) and layer.is_initialized:  # attention beside a recurrence (Falcon-H1)
-                layer.keys, layer.values = layer.keys[:, :, :n], layer.values[:, :, :n]
+            # attention in a layer with a recurrence (Falcon-H1)
+            elif isinstance(layer, DynamicLayer) and layer.is_initialized:
+                layer.keys = layer.keys[:, :, :n]
+                layer.values = layer.values[:, :, :n]
         self.n_held = n
         return True
 
     def save(self):
-        layers = recurrent_layers(self.cache)
-        return SavedState(self.n_held, {i: (_copies(x.conv_states), _copies(x.recurrent_states)) for i, x in layers})
+        layers = {
+            index: (_copies(layer.conv_states), _copies(layer.recurrent_states))
+            for index, layer in recurrent_layers(self.cache)
+        }
+        return SavedState(self.n_held, layers)
 
     def restore(self, saved: SavedState):
         saved.put_back(self.cache)
@@ -292,7 +306,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
-        """Name of the first module whose output is not finite when `ids` are fed from scratch, "" if all are finite."""
+        """Return the first module whose output on `ids`, from scratch, is not finite; else ""."""
         names = {module: name for name, module in self.model.named_modules() if name}
         nonfinite = []
 
@@ -307,25 +321,25 @@ class TorchEngine(Engine):
 
 
 class DecoderEngine(TorchEngine):
-    """The same, computed by our own forward where there is one (`decoder.refuse`)."""
+    """An engine with our own forward pass, for models that `decoder.refuse` accepts."""
 
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)
         self.decoder = decoder
-        self.cache = Cache(layers=[decoder])  # which keeps the entries of all layers
+        self.cache = Cache(layers=[decoder])  # it holds the entries of all layers
         self._listeners = []
 
     def _forward(self, ids, keep, tree=None):
         taps = sorted({layer for _, layers in self._listeners for layer in layers})
         x = self.decoder.embed(torch.tensor(ids))
         out = self.decoder.decode(x, self.n_held, keep=keep, tree=tree, taps=taps)
-        for hear, layers in self._listeners:
-            hear(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))
+        for receive, layers in self._listeners:
+            receive(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))
         self.n_held += len(ids)
         return out.logits[None]
 
-    def listen(self, hear, layers=()):
-        listener = hear, layers
+    def listen(self, receive, layers=()):
+        listener = receive, layers
         self._listeners.append(listener)
         return partial(self._listeners.remove, listener)
 

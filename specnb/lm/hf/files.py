@@ -1,7 +1,8 @@
-"""From a folder, a hub id or a GGUF file to a torch module, its tokenizer and its vocabulary.
+"""Load a folder, a hub id or a GGUF file as a torch module, with its tokenizer and vocabulary.
 
-A GGUF is made into a folder once: float32 weights, in which every value of it is exact, and the tokenizer. What
-transformers' conversion leaves out of the tokenizer and of the set of end tokens is put back from the header.
+A GGUF is converted to a folder once, with the tokenizer and float32 weights (exactly those of the
+file). transformers' conversion drops parts of the tokenizer and of the set of end tokens; they are
+restored.
 """
 
 import json
@@ -55,16 +56,17 @@ from specnb.lm.vocab import (
 from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-"""Pre-tokenizers (`tokenizer.ggml.pre`) that part every digit first; transformers 5.23 converts them without that."""
+"""Pre-tokenizers (`tokenizer.ggml.pre`) that split all digits, which transformers 5.23 omits."""
 
 ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
-"""Architectures of GGUF files whose tensors are those of the modules, up to the order of rows; Mistral's is llama."""
+"""GGUF architectures whose tensors are those of the modules, except for the order of rows. Mistral
+models have the architecture llama."""
 
 CONVERSION = 1
-"""Part of the folder's name: raise it when `_complete` changes, and older folders are made again."""
+"""Version in the folder's name. Increase it when `_complete` changes, to convert files again."""
 
 DIFFERS = "specnb.json"
-"""In a folder: the texts that the two tokenizers split differently."""
+"""File in the folder with the probe texts that the two tokenizers split differently."""
 
 PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
@@ -73,8 +75,8 @@ TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_con
 def load_network(
     source: str, *, dtype: torch.dtype, device: str = "cpu", n_ctx: int = 0, revision: str = "main"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Check the memory, then load weights and tokenizer. A folder without a tokenizer gives None for it."""
-    # a repository's own code is never run: without the refusal transformers asks at the keyboard
+    """Check the memory, then load weights and tokenizer (None for a folder without one)."""
+    # code of a repository is never executed: without the explicit False, transformers asks the user
     options = {"pretrained_model_name_or_path": source, "revision": revision, "trust_remote_code": False}
     folder = Path(source)
     try:
@@ -100,17 +102,16 @@ def load_network(
 def load_int4(
     source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main", coarse: bool = False
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Load a GGUF file whose matrices stay in 4- and 8-bit blocks, or round a folder's or hub model's to them.
+    """Load a GGUF file with matrices in 4- and 8-bit blocks, or round those of a folder or hub id.
 
-    `coarse` rounds the 8-bit ones to 4 bits, lm_head included: for draft models.
-
-    Raises InputError for a device other than the CPU and for families without a decoder (`decoder.refuse`).
+    `coarse` rounds 8-bit matrices to 4 bits, including lm_head, for draft models. Raises InputError
+    for other devices than the CPU, and for families without a decoder (`decoder.refuse`).
     """
     if device != "cpu":
-        raise InputError(f"dtype=int4 needs device=cpu, got {device}: use bfloat16 or float16 there")
+        raise InputError(f"got device={device}, expected cpu for dtype=int4: use bfloat16 there")
     if source.endswith(".gguf"):
         file = Path(source)
-        folder = dequantise_once(file, weights=False)
+        folder = dequantize_once(file, weights=False)
         try:
             config = AutoConfig.from_pretrained(folder)
             n_bytes = sum(map(size_of, gguf_parts(file)))
@@ -124,37 +125,40 @@ def load_int4(
         net, tokenizer = load_network(source, dtype=torch.bfloat16, n_ctx=n_ctx, revision=revision)
         int4.round_network(net, head_bits=4 if coarse else 8)
     if reason := refuse(net):
-        raise InputError(f"dtype=int4 does not compute {source}: {reason}; use dtype=bfloat16 or float32")
+        raise InputError(f"dtype=int4 does not support {source}: {reason}; use bfloat16 or float32")
     return net, tokenizer
 
 
 def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> PreTrainedModel:
-    """Return the network of a GGUF file; its matrices are read where they are needed.
+    """Return the network of a GGUF file; its matrices are read on use.
 
-    Raises InputError as `read_header`, and for architectures of other families; LoadError for a missing tensor.
+    Raises InputError as `read_header`, and for other architectures; LoadError for a missing tensor.
     """
     headers = {name: header for header in map(read_header, gguf_parts(file)) for name in header.shapes}
     architecture = next(iter(headers.values())).get(ARCHITECTURE, str)
     if architecture not in ARCHITECTURES:
-        raise InputError(f"dtype=int4 computes {', '.join(ARCHITECTURES)}, got {architecture}: use dtype=bfloat16")
+        expected = f"expected {', '.join(ARCHITECTURES)} for dtype=int4: use dtype=bfloat16"
+        raise InputError(f"got the architecture {architecture}, {expected}")
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     names = gguf_package.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
 
     def read(module: str, part: str, order: np.ndarray | None) -> FileMatrix | None:
-        """Return the tensor of a module, of one row if it is a vector; None where there is no such bias."""
+        """Return a tensor of a module, a vector as `(n, 1)`; None for a missing bias."""
         name = f"{names.get_name(module)}.{part}"
         if name == "output.weight" and name not in headers:  # tied to the embedding
             name = "token_embd.weight"
         if name not in headers:
             if part == "bias":
                 return None
-            raise LoadError(f"{file.name} has no tensor {name}, which is {module} of {type(net).__name__}")
+            needed = f"{module} of {type(net).__name__}"
+            raise LoadError(f"{file.name} lacks {name}, expected for {needed}: convert it again")
         kind, data = headers[name].rows(name)
         shape = headers[name].shapes[name][::-1]
-        if len(shape) == 1:  # a vector: of one number a row, so that `order` applies
-            data, shape = data.view(np.uint8).reshape(shape[0], -1), (shape[0], 1)
+        if len(shape) == 1:  # a vector: one number per row, so that `order` applies
+            data = data.view(np.uint8).reshape(shape[0], -1)
+            shape = (shape[0], 1)
         return FileMatrix(kind, data, shape, order, most_bits)
 
     for module_name, module in [*net.named_modules()]:
@@ -181,10 +185,11 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
-    """Tokens of context: as asked, else the model's own, at most 4096. InputError for more than the model knows."""
-    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None) or max(n_ctx, DEFAULT_N_CTX)
+    """Return `n_ctx`; for 0, the model's limit up to 4096. Raises InputError above the limit."""
+    most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = most or max(n_ctx, DEFAULT_N_CTX)
     if n_ctx > most:
-        raise InputError(f"n_ctx is {n_ctx}, but {name} knows {most} positions")
+        raise InputError(f"got n_ctx={n_ctx}, expected at most {most}, the positions of {name}")
     return n_ctx or min(most, DEFAULT_N_CTX)
 
 
@@ -192,7 +197,8 @@ def _state_bytes(config: PretrainedConfig, dtype: torch.dtype, n_ctx: int, name:
     """Return the bytes of keys and values for the whole context. Raises InputError as `context`."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", 0) or 1
-    n_layers, kv_heads = getattr(text, "num_hidden_layers", 1), getattr(text, "num_key_value_heads", None) or heads
+    n_layers = getattr(text, "num_hidden_layers", 1)
+    kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or max(1, getattr(text, "hidden_size", 1) // heads)
     return kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), dtype.itemsize)
 
@@ -208,12 +214,12 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
 def tokenizer_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, generation: GenerationConfig | None
 ) -> Vocabulary:
-    """Ids 0..vocab_size-1 with the bytes each stands for; padding rows have b"".
+    """Return the vocabulary of ids 0..vocab_size-1; padding rows have the piece b"".
 
-    Without a tokenizer the pieces are placeholders that name the id. Raises InputError as
-    `require_rows` does.
+    Without a tokenizer the pieces are placeholders such as <7>. Raises InputError as
+    `require_rows`.
     """
-    size = config.vocab_size  # the width of the logits; a tokenizer may know fewer ids, or more
+    size = config.vocab_size  # the width of the logits; a tokenizer may have fewer ids, or more
     stated = {
         "config.json": vars(config),
         "generation_config.json": vars(generation or config),
@@ -226,12 +232,12 @@ def tokenizer_vocabulary(
         return Vocabulary(tuple(b"<%d>" % i for i in range(size)), kind="none", eog=eog)
     state = json.loads(tokenizer.backend_tokenizer.to_str()) if tokenizer.is_fast else {}
     added = tokenizer.added_tokens_decoder
-    names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for ids that it does not know
+    names = tokenizer.convert_ids_to_tokens(list(range(size)))  # None for unknown ids
     template = tokenizer.chat_template
-    if isinstance(template, dict):  # several, by name
+    if isinstance(template, dict):  # several templates, by name
         template = template.get("default")
     with tokenizing("x"):
-        probe = tokenizer("x").input_ids
+        ids = tokenizer("x").input_ids
     return Vocabulary(
         pieces=spell_pieces(state, names, added),
         kind=kind_of(state),
@@ -240,44 +246,49 @@ def tokenizer_vocabulary(
         eos=tokenizer.eos_token_id,
         eog=eog,
         special=frozenset(i for i, token in added.items() if token.special),
-        add_bos=probe[:1] == [tokenizer.bos_token_id],
+        add_bos=ids[:1] == [tokenizer.bos_token_id],
         chat_template=template,
     )
 
 
-def dequantise_once(gguf: Path, *, weights: bool = True) -> Path:
-    """Return the cached folder with the config, the tokenizer and, with `weights`, the float32 weights of a GGUF."""
+def dequantize_once(gguf: Path, *, weights: bool = True) -> Path:
+    """Return the cached folder of a GGUF: config, tokenizer and, if `weights`, float32 weights."""
     suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
     folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
-    make_once(folder, partial(dequantise, gguf, weights=weights), n_bytes=0)
+    make_once(folder, partial(dequantize, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
         why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
-        warnings.warn(f"{why}: the engines will see other prompts; pass token ids to compare them", stacklevel=2)
+        remedy = "prompts will differ between engines; pass token ids to compare them"
+        warnings.warn(f"{why}: {remedy}", stacklevel=2)
     return folder
 
 
-def dequantise(gguf: Path, folder: Path, *, weights: bool = True) -> None:
-    """Write config, tokenizer and float32 weights of a GGUF into `folder`, with a note of texts split differently.
+def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
+    """Write config, tokenizer and, if `weights`, float32 weights of a GGUF into `folder`.
 
-    Without `weights` the folder has no weights.
+    The file DIFFERS lists probe texts that the tokenizers split differently.
     """
     try:
         n = sum(map(math.prod, sound_header(gguf).shapes.values()))
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         if weights:
-            require_memory(8 * n, name=f"{gguf.name} as float32")  # twice while they are written
+            require_memory(8 * n, name=f"{gguf.name} as float32")  # two copies while writing
             need_space(cache_dir(), 4 * n)
-        # in a quarter of the time: transformers reads a GGUF three times, and its table for each module
-        quick = {"GGUFReader": cache(ArrayReader), "get_tensor_name_map": cache(gguf_package.get_tensor_name_map)}
-        with quiet(), patch.multiple(gguf_package, **quick):
+        # 4 times as fast: transformers reads a GGUF three times, and the table of names per module
+        cached = {
+            "GGUFReader": cache(ArrayReader),
+            "get_tensor_name_map": cache(gguf_package.get_tensor_name_map),
+        }
+        with quiet(), patch.multiple(gguf_package, **cached):
             if weights:
                 model = _checked_model(str(gguf), dtype=torch.float32, **source)
             else:
                 with torch.device("meta"):
                     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(**source))
             tokenizer = AutoTokenizer.from_pretrained(**source)
-            # The tensors are plain float32 now; transformers refuses to save a model that says it is quantised.
-            model.hf_quantizer, model.is_quantized = None, False
+            # The tensors are float32 now; transformers does not save models marked as quantized.
+            model.hf_quantizer = None
+            model.is_quantized = False
             vars(model.config).pop("quantization_config", None)
             differs = _complete(gguf, model, tokenizer)
             for part in (model,) if weights else (model.config, model.generation_config):
@@ -289,15 +300,15 @@ def dequantise(gguf: Path, folder: Path, *, weights: bool = True) -> None:
 
 
 class ArrayReader(gguf_package.GGUFReader):
-    """gguf's reader over a plain array: it cuts a hundred thousand slices, which are slow to make of a memmap."""
+    """gguf's reader with an ndarray: it creates 100,000 slices, which are slow for a memmap."""
 
     data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Put back what the conversion leaves out: the full end-of-generation set, and single digits.
+    """Restore what the conversion drops: the full end-of-generation set, and splitting of digits.
 
-    Returns the probes that the two tokenizers still split differently.
+    Returns the probe texts that the two tokenizers still split differently.
     """
     llama = FileTokenizer(gguf)
     model.generation_config.eos_token_id = sorted(llama.vocab.eog) or None
@@ -307,39 +318,38 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     differs = []
     for text in PROBES:
-        with suppress(InputError):  # it has no token for some letter
+        with suppress(InputError):  # llama.cpp has no token for a character
             if llama(text, special=True) != tokenizer(text).input_ids:
                 differs.append(text)
     return differs
 
 
 def _checked_model(name: str, **options: Any) -> PreTrainedModel:
-    """`from_pretrained`, but for weights that the files do not hold: transformers would leave them random and go on.
-
-    Raises LoadError naming the first of them.
-    """
-    # mismatched sizes are in the report
+    """Call `from_pretrained`. Raises LoadError for missing weights, which would be random."""
+    # tensors of another size are in the report
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(**options)
     if missing := sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"]):
-        lack = f"{name!r} lacks {len(missing)} of the weights in the shape of its config (first {missing[0]})"
-        raise LoadError(f"{lack}: fetch it again, with the config.json that belongs to it")
+        lack = f"{name!r} lacks {len(missing)} weights of its config, or their shapes differ"
+        raise LoadError(f"{lack} (first {missing[0]}): download it again, with its config.json")
     return model
 
 
 def load_error(source: str, error: Exception) -> Exception:
-    """A LoadError for whatever transformers, the hub or safetensors raised of broken files; our own errors pass."""
+    """Convert errors of transformers, the hub or safetensors to LoadError; return our own as is."""
     if isinstance(error, SpecnbError):
         return error
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    remedy = "Give a local folder with config.json, weights and tokenizer, a .gguf file, or a hub id within reach"
+    folder = "a local folder with config.json, weights and tokenizer"
+    remedy = f"Pass {folder}, a .gguf file, or the id of a model on a hub that can be reached"
     return LoadError(f"transformers cannot load {source!r}: {reason}. {remedy}")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No bars and no chatter of transformers while it loads; the user's own settings come back afterwards."""
-    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    """Silence transformers' log and progress bars in the block."""
+    level = hf_logging.get_verbosity()
+    bars = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:

@@ -1,10 +1,11 @@
-"""int4: weights stay in 4 bits, and torch's int4 kernel for CPUs multiplies them by bfloat16 activations.
+"""int4: products of 4-bit weights and bfloat16 activations with torch's int4 kernel for CPUs.
 
-The kernel (`aten::_weight_int4pack_mm_for_cpu`) computes each row in the same way, whatever the number of rows, so a
-token gets the same bits in a forward pass of any width. It works in blocks of four rows: T(4) is little more than T(1).
+The kernel (`aten::_weight_int4pack_mm_for_cpu`) computes a row independently of the number of rows,
+so a token's logits are bit-identical at all widths of a forward pass. It processes blocks of four
+rows: T(4) is only slightly larger than T(1).
 
-The kernel takes codes of 4 bits. A code of 8 bits is 16 high + low: the two halves lie side by side along the inputs,
-and the inputs are given twice, so the kernel sums both in float32.
+The kernel accepts 4-bit codes. An 8-bit code is 16 high + low: the halves are concatenated along
+the inputs, and the inputs are repeated, so that the kernel adds both in float32.
 """
 
 import contextlib
@@ -25,17 +26,19 @@ from specnb.lm.hf.product import Product, can_multiply
 from specnb.lm.probe import kernel_facts
 
 OUTPUTS = 16
-"""The kernel takes multiples of this many outputs."""
+"""The kernel needs a multiple of this number of outputs."""
 PACKED_AT_ONCE = 1 << 24
-"""Weights that are packed at once, to bound the memory; blocks of 64 outputs are never cut."""
-PROBED, PROBED_SIZE, REPEATS = 24, 1536, 5
-"""Products that `is_fastest` times (float32: 226 MB, int4: 35 MB), their size, and how often."""
+"""Weights to pack at once, which bounds the memory; blocks of 64 outputs are not divided."""
+PROBED = 24
+"""Number of products that `is_fastest` times (float32: 226 MB, int4: 35 MB)."""
+PROBED_SIZE = 1536
+REPEATS = 5
 SERIAL = 32768
-"""Elements from which on torch splits an elementwise operator between threads (`at::internal::GRAIN_SIZE`)."""
+"""torch splits larger elementwise operators between threads (`at::internal::GRAIN_SIZE`)."""
 
 
 class BlockLinear(nn.Linear):
-    """A linear layer whose weights stay where `matrix` has them. `weight` dequantizes all of them each time."""
+    """A linear layer with the weights of `matrix`. Each use of `weight` dequantizes all of them."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
@@ -50,9 +53,9 @@ class BlockLinear(nn.Linear):
         return self.matrix.weights(slice(None)).bfloat16()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply `x (…, inputs)` by the int4 kernel, for which the first call packs the weights.
+        """Multiply `x (…, inputs)` with the int4 kernel; the first call packs the weights.
 
-        Where `x` needs a gradient, the dequantized weights serve.
+        If `x` requires a gradient, the product uses dequantized weights.
         """
         if x.requires_grad:
             return super().forward(x)
@@ -61,12 +64,13 @@ class BlockLinear(nn.Linear):
 
 
 class BlockEmbedding(nn.Embedding):
-    """An embedding whose table stays in its file; rows are dequantized when they are looked up."""
+    """An embedding with its table in a file; rows are dequantized on lookup."""
 
     def __init__(self, matrix: FileMatrix) -> None:
         nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = matrix.shape
-        self.padding_idx, self.matrix = None, matrix
+        self.padding_idx = None
+        self.matrix = matrix
 
     @property
     def weight(self) -> Tensor:
@@ -79,7 +83,7 @@ class BlockEmbedding(nn.Embedding):
 
 
 class Int4Product:
-    """`x (rows, inputs) @ W.T + b` in bfloat16, of several layers side by side: `(rows, outputs)`."""
+    """`x (rows, inputs) @ W.T + b` in bfloat16 for concatenated layers: `(rows, outputs)`."""
 
     def __init__(self, *layers: BlockLinear) -> None:
         runs = itertools.groupby(layers, key=lambda layer: layer.matrix.bits)
@@ -95,23 +99,26 @@ class Int4Product:
 
 
 class PackedPart:
-    """The product of layers whose codes have equally many bits, packed for the kernel."""
+    """The product of layers whose codes have equal numbers of bits, packed for the kernel."""
 
     def __init__(self, layers: Sequence[BlockLinear]) -> None:
         self.bits = layers[0].matrix.bits
-        inputs, outputs = layers[0].in_features, sum(layer.out_features for layer in layers)
+        inputs = layers[0].in_features
+        outputs = sum(layer.out_features for layer in layers)
         self.shape = outputs, inputs, self.bits
         self.group = group_of(inputs, self.bits)
-        inputs *= self.bits // 4  # in planes of 4 bits
+        inputs *= self.bits // 4  # an 8-bit code counts as two inputs
         self.packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8)
         self.scales_and_zeros = torch.empty(inputs // self.group, outputs, 2, dtype=torch.bfloat16)
         step = max(1, PACKED_AT_ONCE // inputs // 64) * 64
         for start in range(0, outputs, step):
             rows = slice(start, min(start + step, outputs))
             codes, scales, offsets = _read_rows(layers, rows)
-            # The kernel computes scale * (code - 8) + zero with a scale of bfloat16. The zero makes up for its
-            # rounding, so that each group keeps its mean: that halves the KL of Qwen2.5-Coder-1.5B.
-            center, rounded = (8 if self.bits == 4 else 136), scales.bfloat16()
+            # The kernel computes scale * (code - 8) + zero with a bfloat16 scale. The zero corrects
+            # its rounding, so that each group's mean is exact. This halves the KL divergence of
+            # Qwen2.5-Coder-1.5B.
+            center = 8 if self.bits == 4 else 136
+            rounded = scales.bfloat16()
             mean = codes.unflatten(1, (-1, self.group)).sum(-1) / self.group
             zeros = offsets + mean * scales - (mean - center) * rounded
             if self.bits == 8:
@@ -133,8 +140,9 @@ class PackedPart:
 
 
 def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
-    """Return these rows of the layers' matrices, one below the other."""
-    parts, start = [], 0
+    """Return these rows of the layers' concatenated matrices."""
+    parts = []
+    start = 0
     for layer in layers:
         inside = slice(max(rows.start - start, 0), min(rows.stop - start, layer.out_features))
         if inside.start < inside.stop:
@@ -144,7 +152,7 @@ def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
 
 
 class Int4Gate:
-    """SiLU(gate(x)) * up(x) `(rows, outputs)`, by one product."""
+    """SiLU(gate(x)) * up(x) `(rows, outputs)`, in one product."""
 
     def __init__(self, gate: BlockLinear, up: BlockLinear) -> None:
         self.product = Int4Product(gate, up)
@@ -154,16 +162,16 @@ class Int4Gate:
         gate, up = self.product(x).chunk(2, 1)
         if gate.numel() < SERIAL:
             return F.silu(gate).mul_(up)
-        # An operator that is split between threads may round the last elements of each part differently.
+        # if threads split an operator, the last elements of each part may round differently
         parts = gate.split(max(1, (SERIAL - 1) // gate.shape[1]))
         return torch.cat([F.silu(part) for part in parts]).mul_(up)
 
 
 def is_fastest(wide: str) -> bool:
-    """Return whether int4 products are the fastest for 4 rows and no slower than those of type `wide` for one row.
+    """Return whether int4 products are at least as fast as those of `wide`, for 1 and 4 rows.
 
-    Times PROBED products of PROBED_SIZE squared, too many for the caches, once for each CPU, torch and `wide`; the
-    answer is stored in the cache folder.
+    Times PROBED products of PROBED_SIZE squared, which exceed the CPU caches, once per CPU, torch
+    version and `wide`. The result is cached on disk.
     """
     file = cache_dir() / "int4" / digest([*kernel_facts(), torch.__version__, torch.get_num_threads(), wide])
     with contextlib.suppress(InputError):
@@ -177,7 +185,7 @@ def is_fastest(wide: str) -> bool:
     taken_s = {key: [] for key in itertools.product(candidates, (1, 4))}
     with torch.inference_mode():
         for _, (name, rows) in itertools.product(range(1 + REPEATS), taken_s):
-            # products of packed weights take four rows at least, see `decoder.ROWS`
+            # products of packed weights have at least four rows, see `decoder.ROWS`
             x = torch.ones(4 if name == wide else rows, PROBED_SIZE)
             x = x.to(torch.bfloat16 if name == "int4" else getattr(torch, wide))
             start_s = perf_counter()
@@ -185,18 +193,18 @@ def is_fastest(wide: str) -> bool:
                 product(x)
             taken_s[name, rows].append(perf_counter() - start_s)
     fastest = all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
-    with contextlib.suppress(InputError):  # a cache that cannot be written costs a second at each opening
+    with contextlib.suppress(InputError):  # without a writable cache, each load repeats the test
         write_atomic(file, str(fastest).encode())
     return fastest
 
 
 def fits(module: nn.Module) -> bool:
-    """Return whether the kernel takes the shape of a linear layer."""
+    """Return whether the kernel supports the shape of a linear layer."""
     return type(module) is nn.Linear and not (module.in_features % GROUP or module.out_features % OUTPUTS)
 
 
 def dense_copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with dequantized weights, which can be trained."""
+    """Return a trainable copy of a module, with dequantized weights."""
     if isinstance(module, BlockLinear):
         dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=torch.bfloat16)
         dense.load_state_dict(module.state_dict() | {"weight": module.weight})
@@ -208,7 +216,7 @@ def dense_copy(module: nn.Module) -> nn.Module:
 
 
 def round_network(net: nn.Module, head_bits: int = 8) -> None:
-    """Round the linear layers of a network to 4 bits, its lm_head to `head_bits`."""
+    """Round the linear layers of a network to 4 bits, and its lm_head to `head_bits`."""
     head = net.get_output_embeddings()
     for parent in [*net.modules()]:
         for name, module in [*parent.named_children()]:

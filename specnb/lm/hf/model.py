@@ -1,8 +1,8 @@
-"""A causal LM of transformers, run by torch through our own loop: `generate` is never called.
+"""A causal language model of transformers in torch, run by our own loop instead of `generate`.
 
-A KV cache that keeps every position can be cropped at any depth (also for models with sliding windows: the mask, not
-the cache, forgets); recurrent states go back by one of the strategies of `rollback`. `position_ids` are always
-passed; several model families count from 0 when they are not.
+The KV cache holds all positions, so it can be cropped to any length (sliding windows are applied by
+the mask). Recurrent states use a strategy of `rollback`. `position_ids` are always passed, because
+several model families count from 0 without them.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ from specnb.lm.vocab import tokenizing
 from specnb.machine import require_memory, thread_counts
 
 STEPS = {
-    "later": "transformers ignores the recurrent state in blocks of this family: its layers take them token by token",
-    "single": "transformers computes blocks of this family otherwise than single tokens: it is fed token by token",
+    "later": "transformers ignores the state in blocks of this family: layers run token by token",
+    "single": "transformers' blocks and single steps of this family differ: it runs token by token",
 }
 
 
 class HfModel(RewindableModel, TreeModel):
-    """transformers behind the LanguageModel interface. Make one with `HfModel.open`."""
+    """A `LanguageModel` of transformers. Create it with `HfModel.open`."""
 
     preferred = ("replay", "snapshots", "checkpoint", "recompute")
-    """Fewest bytes and no forward first."""
+    """Strategies without forward passes come first, and the one with less memory first."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class HfModel(RewindableModel, TreeModel):
         rollback_depth: int = DEPTH,
         follow_cores: bool = True,
     ) -> None:
-        """Take a loaded network; with `follow_cores` the number of threads follows the free cores."""
+        """Wrap a loaded network; `follow_cores` adapts the number of threads to the free cores."""
         self.name = name
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.tokenizer_vocabulary(tokenizer, config, model.generation_config)
@@ -64,7 +64,9 @@ class HfModel(RewindableModel, TreeModel):
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
         int4 = any(isinstance(module, BlockLinear) for module in model.modules())
-        no_decoder = refuse(model) or ("transformers' was asked for" if decoder != AUTO else "")
+        no_decoder = refuse(model)
+        if not no_decoder and decoder != AUTO:
+            no_decoder = "requested by the option"
         if no_decoder:
             packed = decoder == AUTO and pack(model)
             self._engine = TorchEngine(model)
@@ -83,7 +85,7 @@ class HfModel(RewindableModel, TreeModel):
             max_width=n_ctx,
             rewind_reason=reason,
             lossless_dtype=model.dtype == torch.float32,
-            trees=True,  # until it is found that they fail
+            trees=True,  # checked below
             details={
                 "threads": torch.get_num_threads(),
                 "packed": packed,
@@ -91,8 +93,8 @@ class HfModel(RewindableModel, TreeModel):
                 "attention": config._attn_implementation if no_decoder else "blocks of 16 rows",
             },
         )
-        with hf_files.quiet():  # the first forwards tell once a process which fast kernels are not installed
-            # recurrent models, and configs that may mean an encoder
+        with hf_files.quiet():  # the first forward passes warn about fast kernels that are missing
+            # recurrent models, and configs that may be encoders
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
@@ -101,10 +103,13 @@ class HfModel(RewindableModel, TreeModel):
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
         no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
+        details = dict(self.caps.details)
+        if steps in STEPS:
+            details["steps"] = STEPS[steps]
         self.caps = replace(
             self.caps,
             rewind=self.rollback.kind,
-            details=self.caps.details | ({"steps": STEPS[steps]} if steps in STEPS else {}),
+            details=details,
             trees=not no_trees,
             trees_reason=no_trees,
         )
@@ -132,15 +137,21 @@ class HfModel(RewindableModel, TreeModel):
     ) -> "HfModel":
         """Open a folder or a hub id.
 
-        `dtype` float32, bfloat16, float16 or int4; `coarse` with int4 for all matrices in 4 bits, lm_head included,
-        as a draft model may have them; `device` cpu or cuda[:n]; `n_ctx` most tokens of state (0: the model's
-        own, at most 4096); `threads` for torch (0: as many as it has now, fewer while other processes take
-        some cores); `decoder` auto (our own forward where there
-        is one, see `lm.hf.decoder`) or transformers; `exact` auto or true for a token's same logits at every width
-        (`caps.same_bits_up_to` says how far that holds), false for the fewest rows; `rollback` how a recurrent state
-        goes back (crop, replay, snapshots, checkpoint, fused, recompute; "auto": the first that a probe finds exact),
-        `rollback_depth` over how many tokens replay and snapshots record. Raises InputError (bad option), LoadError
-        (no model to be had), MemoryShortError.
+        Args:
+            dtype: float32, bfloat16, float16 or int4.
+            device: cpu or cuda[:n].
+            n_ctx: tokens of context (0: the model's limit, at most 4096).
+            threads: torch's threads (0: its current number, fewer while other processes use cores).
+            exact: auto or true for bit-identical logits at all widths of a forward pass, as far as
+                `caps.same_bits_up_to` certifies; false for the fewest rows.
+            decoder: auto (our own forward pass if `lm.hf.decoder` supports it) or transformers.
+            coarse: with int4, round all matrices to 4 bits, including lm_head (for draft models).
+            revision: of a hub id.
+            rollback: strategy for a recurrent state (crop, replay, snapshots, checkpoint, fused,
+                recompute; "auto": the first that a probe finds exact).
+            rollback_depth: number of tokens that replay and snapshots record.
+
+        Raises InputError (option), LoadError (the model cannot be loaded), MemoryShortError.
         """
         if threads:
             torch.set_num_threads(threads)
@@ -152,12 +163,19 @@ class HfModel(RewindableModel, TreeModel):
             load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
         model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
         return cls(
-            model, tokenizer, name=name or str(source), n_ctx=n_ctx, exact=exact, decoder=decoder, rollback=rollback,
-            rollback_depth=rollback_depth, follow_cores=not threads,
-        )  # fmt: skip
+            model,
+            tokenizer,
+            name=name or str(source),
+            n_ctx=n_ctx,
+            exact=exact,
+            decoder=decoder,
+            rollback=rollback,
+            rollback_depth=rollback_depth,
+            follow_cores=not threads,
+        )
 
     def forward_tree(self, ids, tree):
-        """As `TreeModel.forward_tree`. A chain gets the bits of `forward`; other trees agree up to rounding."""
+        """Run a tree. A chain is bit-identical to `forward`; other trees agree up to rounding."""
         check_tree(self, ids, tree)
         if self.pace:
             self.pace.step()
@@ -167,7 +185,8 @@ class HfModel(RewindableModel, TreeModel):
         return logits
 
     def keep_path(self, nodes):
-        path, start = check_path(self, nodes), self.n_past - len(self.unsettled)
+        path = check_path(self, nodes)
+        start = self.n_past - len(self.unsettled)
         with self._restore_on_error(start):
             self.unsettled = None
             self._engine.keep_path(start, path)
@@ -178,56 +197,60 @@ class HfModel(RewindableModel, TreeModel):
 
     @property
     def network(self) -> PreTrainedModel:
-        """The torch model itself, for those who read its weights. Feed it only while this model's state is empty."""
+        """The torch model. Run it only while this model's state is empty."""
         self._require_open()
         return self._engine.model
 
     def own_threads(self) -> AbstractContextManager[None]:
-        """Run torch in a block with this model's number of threads, for drafters that compute on its states."""
+        """Use this model's number of torch threads in a block, for drafters that use its states."""
         self._require_open()
         return self._engine.threads()
 
     def keep_blocks(self, blocks: Sequence[int]) -> "HfModel":
-        """Open a model of these blocks between the same embeddings and head: shared weights, a state of its own.
+        """Return a model of these blocks, with shared weights and a separate state.
 
-        Raises InputError for a model that our decoder does not compute, and for blocks that it has not.
+        Raises InputError if our decoder does not support the model, and for unknown blocks.
         """
-        net, chosen = self.network, sorted(set(blocks))
+        net = self.network
+        chosen = sorted(set(blocks))
         if reason := refuse(net):
-            raise InputError(f"no blocks of {self.name} can be left out: {reason}")
+            raise InputError(f"cannot skip blocks of {self.name}: {reason}")
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(net.model.layers):
-            raise InputError(f"{self.name} has blocks 0 to {len(net.model.layers) - 1}, got {list(blocks)}")
+            expected = f"expected 0 to {len(net.model.layers) - 1}"
+            raise InputError(f"got blocks {list(blocks)} of {self.name}, {expected}")
         part = with_layers(net, [net.model.layers[i] for i in chosen])
         name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
     def watch_hidden(self) -> HiddenStates:
-        """Show what stood before lm_head, from the next forward on; one listener however often called.
+        """Return the hidden states before lm_head, updated by each forward pass; repeatable.
 
-        Raises InputError where it is not clear which norm stands there.
+        Raises InputError if the final norm cannot be identified.
         """
         self._require_open()
         self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
 
     def watch_layers(self, layers: Sequence[int]) -> LayerStates:
-        """Keep the outputs of these layers, from 0, from the next forward on; `close` what is returned in the end."""
+        """Collect the outputs of these layers, from 0, from the next forward pass until `close`."""
         self._require_open()
         states = LayerStates(self._engine, layers, self.caps.n_ctx)
         self._layer_states.add(states)
         return states
 
-    def listen(self, hear: Callable[..., object]) -> Callable[[], None]:
-        """Call `hear` with the states before and after the final norm, `(n, hidden)`, of each forward to come.
+    def listen(self, receive: Callable[..., object]) -> Callable[[], None]:
+        """Call `receive` with each pass's states before and after the final norm, `(n, hidden)`.
 
-        Returns what ends it. Raises InputError where it is not clear which norm stands there.
+        Returns a function that removes the hook. Raises InputError if the norm cannot be
+        identified.
         """
         self._require_open()
-        return self._engine.listen(hear)
+        return self._engine.listen(receive)
 
     def encode(self, text, *, special=True):
         if self._tokenizer is None:
-            raise InputError(f"{self.name} was opened without a tokenizer: put it into the folder, or pass token ids")
+            remedy = "add it to the folder, or pass token ids"
+            raise InputError(f"{self.name} has no tokenizer: {remedy}")
         with tokenizing(text):
             return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
 
@@ -243,13 +266,14 @@ class HfModel(RewindableModel, TreeModel):
         return self._engine.first_nonfinite(ids)
 
     def _certify(self, counts: Sequence[int]) -> bool:
-        """Find how wide a block may be for a token to keep its bits; the answer is stored for models of these shapes.
+        """Certify the largest width with equal bits, once for models of these shapes; set `caps`.
 
-        Returns whether the number of threads, one of `counts`, changes no bit.
+        Returns whether results are bit-identical for all numbers of threads in `counts`.
         """
-        engine, decoder = self._engine, self._engine.decoder
+        engine = self._engine
+        decoder = engine.decoder
         facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
-        if decoder.rows == 1:  # of int4, whose passes over many tokens are slow, a few layers are probed
+        if decoder.rows == 1:  # long passes of int4 are slow: probe a few layers only
             engine.decoder = decoder.sample()
         try:
             certificate = certified(self, counts, engine.set_threads, shapes=engine.decoder.shapes, **facts)
@@ -262,9 +286,10 @@ class HfModel(RewindableModel, TreeModel):
         return certificate.any_threads
 
     def _require_room(self, depth: int, kind: str) -> None:
-        """MemoryShortError where the free memory does not hold what `kind` keeps: one state, or one a token."""
+        """Raise MemoryShortError if the saved states of `kind` do not fit in memory."""
         self.forward([0])
-        states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
-        n_bytes = states * self._engine.save().nbytes
+        n_states = {"snapshots": 1 + depth, "recompute": 0}.get(kind, 1)
+        n_bytes = n_states * self._engine.save().nbytes
         self.reset()
-        require_memory(0, n_bytes, device=self.caps.device, name=f"what rollback={kind} keeps of {self.name}")
+        name = f"the saved state of rollback={kind} for {self.name}"
+        require_memory(0, n_bytes, device=self.caps.device, name=name)

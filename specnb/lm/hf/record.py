@@ -1,10 +1,12 @@
-"""Recorders of transformers' recurrent layers: what the strategies `snapshots` and `replay` go back by.
+"""Recorders of transformers' recurrent layers, for the strategies `snapshots` and `replay`.
 
-A layer's mixer calls its recurrence as a function of its module, and hands its states to the cache. So nothing of
-transformers is changed: a mixer of *this* model gets a forward in which that one name means our listening function.
-The recurrences: gated delta rule (Yang et al. 2412.06464, section 3.1; `torch_chunk_gated_delta_rule` in
-models/qwen3_next/modeling_qwen3_next.py), Mamba-2's scan (Dao and Gu 2405.21060, section 6; models/mamba2).
-The convolution's window needs none of this: a cache layer that records its past keeps all columns, and is cut.
+A layer's mixer calls its recurrence as a function of its module, and passes the states to the
+cache. transformers is not changed: the mixers of *this* model get a `forward` in which the
+function's name refers to a recording wrapper. Recurrences: gated delta rule (Yang et al.
+2412.06464, section 3.1; `torch_chunk_gated_delta_rule` in
+models/qwen3_next/modeling_qwen3_next.py), Mamba-2's scan (Dao and Gu 2405.21060, section 6;
+models/mamba2). The convolution needs no wrapper: a cache layer that records its past keeps all
+columns of the window, and rollback truncates them.
 """
 
 import inspect
@@ -24,24 +26,27 @@ DELTA_RULES = {
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
 }
 SCANS = {"mamba2_chunk_scan": "mamba2_selective_state_update"}
-"""Recurrences of transformers 5.23: the function for blocks, and the one for single tokens."""
+"""Recurrences of transformers 5.23: the function for blocks, and the function for single tokens."""
 
 STEPWISE_UP_TO = 5
-"""Blocks so short run faster step by step on a CPU: the function for blocks pads them to 64 tokens."""
+"""Longest block that runs faster token by token on a CPU: the block function pads to 64 tokens."""
 
 
 DeltaInputs = namedtuple("DeltaInputs", "key value g beta")
-"""What entered a gated delta rule: k `(1, n, k_heads, dk)`, v `(1, n, heads, dv)`, g, beta `(1, n, heads, …)`."""
+"""Inputs of a gated delta rule: k `(1, n, k_heads, dk)`, v `(1, n, heads, dv)`, g and beta
+`(1, n, heads, …)`."""
 ScanInputs = namedtuple("ScanInputs", "x dt B")
-"""What entered a diagonal scan: x `(1, n, heads, dim)`, dt `(1, n, heads)` as projected, B `(1, n, groups, N)`."""
+"""Inputs of a diagonal scan: x `(1, n, heads, dim)`, projected dt `(1, n, heads)`, B
+`(1, n, groups, N)`."""
 Inputs = DeltaInputs | ScanInputs
 
 
 class TorchRecorder(Recorder):
-    """The bookkeeping of both: the state at the border, the windows, and how many tokens were recorded since.
+    """Base class: saves the state at the boundary, and rolls back recurrent states and windows.
 
-    A subclass has `_install`, which changes the mixers; `_recorded`, all tensors kept; `_forget_from(n_kept)`, and
-    `_state_at(index, base, n_kept)`: the state of a layer after the first `n_kept` tokens.
+    A subclass implements `_install` (wrap the mixers), `_recorded` (all recorded tensors),
+    `_forget_from(n_kept)` (discard later tokens) and `_state_at(index, base, n_kept)` (the state of
+    a layer after the first `n_kept` tokens).
     """
 
     spans_forwards = True
@@ -50,10 +55,12 @@ class TorchRecorder(Recorder):
         self.depth = depth
         self._engine = engine
         self.base: SavedState | None = None
-        """The state that recording began with."""
-        self._mixers = {module.layer_idx: module for module in engine.model.modules() if _writes_state(module)}
+        """The state when recording started."""
+        mixers = filter(_is_mixer, engine.model.modules())
+        self._mixers = {mixer.layer_idx: mixer for mixer in mixers}
         if any("forward" in vars(mixer) for mixer in self._mixers.values()):
-            raise InputError("this torch model is listened to already: close the other model that runs it, or copy it")
+            remedy = "close the other model that runs it, or copy it"
+            raise InputError(f"this torch model already has a recorder: {remedy}")
         self._install()
 
     @property
@@ -66,7 +73,7 @@ class TorchRecorder(Recorder):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the state at the border, of what was recorded since, and of what entered the convolutions."""
+        """Bytes of the state at the boundary, of the recorded tensors, and of the windows."""
         if self.base is None:
             return 0
         tensors = [*self._recorded()]
@@ -83,7 +90,7 @@ class TorchRecorder(Recorder):
     def stop(self):
         for _, layer in recurrent_layers(self._engine.cache):
             if layer.record_past:
-                LinearAttentionCacheLayerMixin.crop(layer, 0)  # cuts the window to the width that it needs
+                LinearAttentionCacheLayerMixin.crop(layer, 0)  # truncates the window to its width
                 layer.record_past = False
         self.base = None
         self._forget_from(0)
@@ -108,46 +115,52 @@ class TorchRecorder(Recorder):
 
 
 class ActivationRecorder(TorchRecorder):
-    """Keeps what entered each recurrence; going back runs the kept tokens through the recurrence alone.
+    """Records the inputs of each recurrence; rollback runs the recurrence over accepted tokens.
 
-    Raises InputError for families whose recurrence is not a function of its own.
+    Raises InputError for families whose recurrence is not a separate function.
     """
 
     def _install(self) -> None:
         if self._engine.steps != "blocks":
-            raise InputError("this family runs token by token, which replay does not repeat: use rollback=snapshots")
-        self._inputs, self._options, self._replays = defaultdict(list), {}, {}
-        blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}  # all, before any is changed
+            reason = "this family runs token by token, which replay does not support"
+            raise InputError(f"{reason}: use rollback=snapshots")
+        self._inputs = defaultdict(list)
+        self._options = {}
+        self._replays = {}
+        # check all mixers before any is changed
+        blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}
         for index, block in blocks.items():
             if block:
-                mixer, step = self._mixers[index], (DELTA_RULES | SCANS)[block]
-                of = inspect.unwrap(type(mixer).forward).__globals__
-                hear = self._hear_delta if block in DELTA_RULES else self._hear_scan
-                _rebind(mixer, hear(index, block, of[block], step, of[step]))
+                mixer = self._mixers[index]
+                step = (DELTA_RULES | SCANS)[block]
+                functions = inspect.unwrap(type(mixer).forward).__globals__
+                wrap = self._wrap_delta if block in DELTA_RULES else self._wrap_scan
+                wrapped = wrap(index, functions[block], functions[step])
+                _rebind(mixer, dict(zip((block, step), wrapped, strict=True)))
 
-    def _hear_delta(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
-        def heard(query, key, value, g, beta, initial_state=None, **options):
+    def _wrap_delta(self, index: int, run_block: Callable, run_step: Callable) -> list[Callable]:
+        def recorded(query, key, value, g, beta, initial_state=None, **options):
             self._record(index, DeltaInputs(key, value, g, beta))
             self._options[index] = {"use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)}
             run = run_step if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO else run_block
             return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
         def replay(state, inputs):
-            k, v, g, beta = inputs  # the query only reads the state: any will do
+            k, v, g, beta = inputs  # the query does not change the state: pass any
             options = self._options[index]
             return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
 
         self._replays[index] = replay
-        return {block: heard, step: heard}
+        return [recorded, recorded]
 
-    def _hear_scan(self, index: int, block: str, run_block: Callable, step: str, run_step: Callable) -> Mapping:
-        def heard_block(x, dt, A, B, C, **options):
+    def _wrap_scan(self, index: int, run_block: Callable, run_step: Callable) -> list[Callable]:
+        def recorded_block(x, dt, A, B, C, **options):
             self._record(index, ScanInputs(x, dt, B))
             self._options[index] = options | {"A": A}
             return run_block(x, dt, A, B, C, **options)
 
-        def heard_step(state, x, dt, A, B, *rest, **options):
-            # here dt comes repeated along the head
+        def recorded_step(state, x, dt, A, B, *rest, **options):
+            # here dt is repeated along the head dimension
             self._record(index, ScanInputs(x[:, None], dt[:, None, :, 0], B[:, None]))
             return run_step(state, x, dt, A, B, *rest, **options)
 
@@ -156,7 +169,7 @@ class ActivationRecorder(TorchRecorder):
             return run_block(inputs.x, inputs.dt, B=inputs.B, C=inputs.B, **options)[1]
 
         self._replays[index] = replay
-        return {block: heard_block, step: heard_step}
+        return [recorded_block, recorded_step]
 
     def _record(self, index: int, inputs: Inputs) -> None:
         if self.recording:
@@ -174,22 +187,23 @@ class ActivationRecorder(TorchRecorder):
 
 
 class StateRecorder(TorchRecorder):
-    """Keeps the recurrent state after every position: mixers take recorded blocks token by token.
+    """Records the recurrent state after every token: mixers run recorded blocks token by token.
 
-    All else (projections of attention, MLPs, the head) still sees the whole block, so that this also runs families
-    whose mixers forget their state in blocks.
+    All other modules (attention, MLPs, the head) run on the whole block. This also works for
+    families whose mixers ignore their state in blocks.
     """
 
     def _install(self) -> None:
         self._states = defaultdict(list)
-        self._steps, self._engine.steps = self._engine.steps, "blocks"
+        self._steps = self._engine.steps
+        self._engine.steps = "blocks"
         for index, mixer in self._mixers.items():
             mixer.forward = self._stepped(index, mixer.forward)
 
     def _stepped(self, index: int, forward: Callable) -> Callable:
         def stepped(hidden_states, *args, **kwargs):
-            alone = self._steps == "single" or (self._steps == "later" and self._engine.n_held)
-            if not (self.recording or alone):
+            stepwise = self._steps == "single" or (self._steps == "later" and self._engine.n_held)
+            if not (self.recording or stepwise):
                 return forward(hidden_states, *args, **kwargs)
             outs = []
             for token in hidden_states.split(1, dim=1):
@@ -215,32 +229,39 @@ class StateRecorder(TorchRecorder):
         return self._states[index][n_kept - 1]
 
 
-def _names(mixer: torch.nn.Module) -> tuple[str, ...]:
+def _called_names(mixer: torch.nn.Module) -> tuple[str, ...]:
     return inspect.unwrap(type(mixer).forward).__code__.co_names
 
 
 def _recurrence(mixer: torch.nn.Module) -> str:
-    """Return the name of its recurrence for blocks, "" for a mixer that only convolves; InputError for an unknown."""
-    names = _names(mixer)
+    """Return the name of the recurrence for blocks, "" for a mixer with a convolution only.
+
+    Raises InputError for an unknown recurrence.
+    """
+    names = _called_names(mixer)
     recurrence = next((block for block in DELTA_RULES | SCANS if block in names), "")
     if not recurrence and "update_recurrent_state" in names:
-        raise InputError(f"{type(mixer).__name__} has no recurrence that can be replayed: use rollback=snapshots")
+        reason = "has no recurrence that can be replayed: use rollback=snapshots"
+        raise InputError(f"{type(mixer).__name__} {reason}")
     return recurrence
 
 
-def _writes_state(module: torch.nn.Module) -> bool:
-    return isinstance(getattr(module, "layer_idx", None), int) and "update_conv_state" in _names(module)
+def _is_mixer(module: torch.nn.Module) -> bool:
+    """Return whether the module updates a recurrent layer's state."""
+    has_index = isinstance(getattr(module, "layer_idx", None), int)
+    return has_index and "update_conv_state" in _called_names(module)
 
 
-def _rebind(mixer: torch.nn.Module, names: Mapping[str, Callable]) -> None:
-    """Give `mixer` a forward of its own, in which `names` mean other functions; its module and class stay the same."""
+def _rebind(mixer: torch.nn.Module, functions: Mapping[str, Callable]) -> None:
+    """Replace `forward` of this mixer by a copy in which the names in `functions` are rebound."""
     forward = inspect.unwrap(type(mixer).forward)
-    scope = {**forward.__globals__, **names}
-    heard = FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
-    heard.__kwdefaults__ = forward.__kwdefaults__
-    mixer.forward = MethodType(heard, mixer)
+    scope = {**forward.__globals__, **functions}
+    code = forward.__code__
+    copy = FunctionType(code, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    mixer.forward = MethodType(copy, mixer)
 
 
 def _first(calls: Sequence[Inputs], n: int) -> Inputs:
-    """Return the inputs of the first `n` tokens of several calls, as one."""
+    """Return the inputs of the first `n` tokens of several calls, concatenated."""
     return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))
