@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import Any
 
 DRAFTERS = {
-    "lookup": "specnb.draft.lookup:lookup_drafter",
-    "suffix": "specnb.draft.suffix:suffix_drafter",
     "auto": "specnb.measure.auto:auto_drafter",
+    "suffix": "specnb.draft.suffix:suffix_drafter",
+    "lookup": "specnb.draft.lookup:lookup_drafter",
+    "jump": "specnb.medusa.jump:jump_drafter",
+    "eagle": "specnb.medusa.jump:eagle_drafter",
+    "hydra": "specnb.medusa.drafter:hydra_drafter",
+    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
+    "medusa": "specnb.medusa.drafter:heads_drafter",
     "self": "specnb.draft.load:self_drafter",
     "exit": "specnb.draft.model:exit_drafter",
     "skip": "specnb.draft.model:skip_drafter",
-    "jump": "specnb.medusa.jump:jump_drafter",
-    "medusa": "specnb.medusa.drafter:heads_drafter",
-    "hydra": "specnb.medusa.drafter:hydra_drafter",
-    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
-    "eagle": "specnb.medusa.jump:eagle_drafter",
 }
 """Drafters that need no model name (`--drafter` in the CLI). Called as `(target, **options)`."""
 
