@@ -1,4 +1,4 @@
-"""Costs: T(n), seconds of a target forward pass over n new tokens, and c = T_draft(1) / T_target(1).
+"""Costs: T(n), seconds of a target forward pass over n tokens, and c = T_draft(1) / T_target(1).
 
 A round takes k draft steps and T(k + 1), a plain step takes T(1). The steeper T(n)/T(1) rises, the
 less speculation pays.
