@@ -1,6 +1,6 @@
 """The K sweep, the experiment of notebook 01: plain decoding, replays of every K, some K live.
 
-Live runs are interleaved with plain decoding. They check the predictions of the replay and its time.
+Live runs, interleaved with plain decoding, check the predictions of the replay and its time.
 """
 
 from collections import deque
