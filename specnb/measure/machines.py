@@ -27,22 +27,10 @@ KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
 RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
 """Tokens of a prefill and of plain decoding, and timed runs of each."""
-HEAD = [
-    "machine",
-    "target",
-    "drafter",
-    "plain tok/s",
-    "prefill tok/s",
-    "T(8)/T(1)",
-    "c",
-    "best K",
-    "speed-up",
-    "verdict",
-]
 
 
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
-    """Results of `bench_target` for a drafter on a machine: a file of `data/machines`, a table row.
+    """Results of `bench_target` for a drafter on a machine: a file of `data/machines`.
 
     Speeds are in tokens per second. `at8` is T(8)/T(1), `c` the cost of a draft step in plain
     steps. `best_k` is the fastest of KS on short answers to a prompt of each category, `speedup`
@@ -84,24 +72,6 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
             return "undecided: the machine was busy"
         verdict = pays(self.low, self.high)
         return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
-
-    def cells(self) -> tuple[str, ...]:
-        """Return the cells of a table row with the columns HEAD."""
-        speed = f"{self.tokens_per_s:.3g}"
-        if self.baseline_engine:
-            speed += f" ({self.baseline_engine} {self.baseline_tokens_per_s:.3g})"
-        return (
-            self.machine,
-            self.target,
-            self.drafter,
-            speed,
-            f"{self.prefill_tokens_per_s:.3g}",
-            f"{self.at8:.2f}",
-            f"{self.c:.2f}{' across engines' if self.c_across_engines else ''}",
-            str(self.best_k),
-            f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f})",
-            self.verdict,
-        )
 
 
 @cache

@@ -6,7 +6,7 @@ import pytest
 
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.measure.machines import HEAD, KS, MachineRow, bench_target, machine_rows
+from specnb.measure.machines import KS, MachineRow, bench_target, machine_rows
 
 SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
 
@@ -15,7 +15,7 @@ SHIPPED = sorted((project_dir() / "data" / "machines").glob("*.json"))
 def test_a_shipped_row_is_one(file):
     row = MachineRow.model_validate_json(file.read_text())
     assert row.low <= row.speedup <= row.high and row.best_k in KS and row.at8 > 0 and row.tokens_per_s > 0
-    assert len(row.cells()) == len(HEAD) and row.machine and row.instructions
+    assert row.machine and row.instructions
 
 
 ODD = {
