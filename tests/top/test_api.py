@@ -13,7 +13,7 @@ from specnb.io import project_dir
 PAGE = project_dir() / "specnb" / "API.md"
 HEAD = """# Public names
 
-What `import specnb` offers. Made from the docstrings by `python -m tests.top.test_api`; the glossary is in
+The names that `import specnb` provides, generated from docstrings by `python -m tests.top.test_api`. The glossary is in
 [`__init__.py`](__init__.py).
 """
 
