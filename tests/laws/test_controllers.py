@@ -174,7 +174,7 @@ def test_a_file_with_entropies_and_rows_after_wrong_drafts_is_read(tmp_path):
     _, recording = recorded(toy.markov(4, order=2, seed=1), "other", 1, 9)
     Trace((recording,)).save(tmp_path / "t.parquet")
     table = pq.read_table(tmp_path / "t.parquet")
-    old = [{"top": top, "entropy": 1.0} for top in recording.beliefs]
+    old = [[top, 1.0] for top in recording.beliefs]
     table = table.set_column(table.column_names.index("beliefs"), "beliefs", [[old]]).append_column("astray", [[[]]])
     pq.write_table(table, tmp_path / "old.parquet")
     assert Trace.load(tmp_path / "old.parquet").recordings == (recording,)
