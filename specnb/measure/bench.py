@@ -45,7 +45,7 @@ Statistic = Callable[[np.ndarray], float]
 """Maps observations `(n, columns)`, one row per prompt, to a number."""
 
 
-def interval(rows: Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
+def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
     """Return a statistic of rows with its interval; the ends are NaN for fewer than FEWEST rows.
 
     The scale is logarithmic, for ratios, unless `log=False`: for statistics that may be 0 or

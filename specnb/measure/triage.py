@@ -119,8 +119,8 @@ def triage(
     if not lookup:
         signs += _signs_of_draft(drafted, alphas, tested, vocab_size)
     if signs:
-        found = tuple(Suspicion(name, sign, **REMEDIES[name]) for name, sign in signs)
-        return Triage("suspicious", found)
+        ranked = tuple(Suspicion(name, sign, **REMEDIES[name]) for name, sign in signs)
+        return Triage("suspicious", ranked)
     unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
     return Triage("inconclusive" if unsure else "nothing suspicious")
 
