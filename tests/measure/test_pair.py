@@ -103,7 +103,7 @@ def test_a_draft_token_that_differs_live_is_found_and_explained(gap, noise, near
     assert explain_draft(model, *drafted(model)) is None
 
 
-SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
+SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "expensive": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def test_without_a_baseline_the_speedup_is_estimated_from_single_steps_and_diffe
 def test_without_k_drafters_draft_only_if_they_pay(opened):
     paying = pair.run_pair("target", "cheap", "ab", max_new_tokens=40, with_baseline=True)
     assert paying.generation.drafter == "auto(cheap)" and paying.generation.tau > 3 and paying.summary.identical
-    losing = pair.run_pair("target", "dear", "ab", max_new_tokens=40, with_baseline=True)
+    losing = pair.run_pair("target", "expensive", "ab", max_new_tokens=40, with_baseline=True)
     assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
     assert paying.summary.alpha == 1.0 and 0 < paying.summary.break_even < 0.3 and losing.summary.break_even is None
     assert "34 of 34" in paying.summary.what_paid and "1.49" in losing.summary.what_paid

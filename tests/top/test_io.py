@@ -31,13 +31,13 @@ def test_json_values_are_unchanged_and_digests_ignore_the_order_of_keys(value, r
     assert plain(value) == value and digest(dict(items)) == digest(value)
 
 
-class Colour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
+class Color(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
     RED = "red"
 
 
 def test_other_values_are_converted_or_refused_with_their_place():
     for value, expected in (
-        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Colour.RED: Colour.RED}, {"red": "red"}),
+        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Color.RED: Color.RED}, {"red": "red"}),
         (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"), (create_model("P", k=(int, 4))(), {"k": 4}),
     ):  # fmt: skip
         assert (plain(value), type(plain(value))) == (expected, type(expected))
