@@ -1,30 +1,32 @@
 """specnb: speculative decoding, explored in notebooks, exact and measured.
 
-Glossary (the only names for these things, in code, tables and figures):
+Glossary (the only terms for these things, in code, tables and figures):
 
-    target, drafter   the model whose output counts; whatever proposes tokens (a model, a lookup, heads)
+    target            the model whose output counts
+    drafter           what proposes tokens: a draft model, prompt lookup, trained heads
     K                 draft length: tokens proposed in one round
-    round             one cycle draft -> verify -> commit; the grain of every record
-    n_accepted        drafted tokens kept in a round, 0..K; a round commits n_accepted + 1 tokens
-    tau               mean committed tokens per target call, the extra token (correction or bonus) included
-    alpha_k           P(draft position k accepted, given that k-1 were)
+    round             one cycle draft -> verify -> commit; every record consists of rounds
+    n_accepted        accepted draft tokens of a round, 0..K; a round commits n_accepted + 1 tokens
+    tau               mean committed tokens per target forward pass, correction or bonus included
+    alpha_k           P(draft token k is accepted, given that the k-1 before it were)
     acceptance_rate   accepted / drafted, always shown with both counts
     p_target, q_draft probability rows of the target and of the drafter
-    T(n)              seconds of one target forward on n new tokens; T(n)/T(1) is the verify cost curve
-    c                 T_draft(1) / T_target(1)
-    rewind            forget the last n tokens of a model's state, exactly
-    baseline          the fastest plain decoding of the target's weights here, whichever engine: a speed-up is over it
+    T(n)              seconds of one target forward pass over n new tokens
+    c                 cost of one draft step in plain steps: T_draft(1) / T_target(1)
+    rollback          restore a model's state exactly to an earlier position; `rewind(n)` does it
+    baseline          the fastest plain decoding of the target's weights here, in any engine;
+                      speedups are over it
     lossless          greedy: the tokens of plain decoding; sampling: its distribution
 
     record = specnb.generate("smollm2-135m", "def fib(n):", drafter="lookup", k=8)
 
-Names below are imported when they are first used, so that `import specnb` stays quick.
+The names below are imported on first use, which keeps `import specnb` fast.
 """
 
 from importlib import import_module
 from typing import Any
 
-# Eager: a later import of the submodule would put the module in the place of the function.
+# Imported now: a later import of the submodule would replace the function by the module.
 from specnb.errors import importing
 from specnb.prompts import Prompt as Prompt
 from specnb.prompts import prompts as prompts
@@ -43,7 +45,11 @@ _WHERE = {
     "save": "specnb.store",
     "publish": "specnb.book.publish",
 }
-_MODULES = {"tables": "specnb.book.tables", "figures": "specnb.book.figures", "ksweep": "specnb.measure.ksweep"}
+_MODULES = {
+    "tables": "specnb.book.tables",
+    "figures": "specnb.book.figures",
+    "ksweep": "specnb.measure.ksweep",
+}
 
 __all__ = sorted(["Prompt", "prompts", *_WHERE, *_MODULES])
 __version__ = "0.1.0"
@@ -55,7 +61,8 @@ def __getattr__(name: str) -> Any:
             return import_module(_MODULES[name])
         if name in _WHERE:
             return getattr(import_module(_WHERE[name]), name)
-    raise AttributeError(f"module 'specnb' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    names = ", ".join(__all__)
+    raise AttributeError(f"module 'specnb' has no attribute {name!r}, only {names}")
 
 
 def __dir__() -> list[str]:

@@ -1,7 +1,7 @@
-"""Errors a user can act on. Each carries the offending value and the remedy in its message.
+"""Errors that a user can act on. The message names the offending value and the remedy.
 
-Everything the package raises on purpose is a `SpecnbError`; the command line prints it as one line and exits
-with 2. Anything else that escapes is a bug and keeps its traceback.
+Every error that the package raises on purpose is a `SpecnbError`. The command line prints it as one
+line and exits with 2. Any other exception is a bug and shows its traceback.
 """
 
 import difflib
@@ -15,76 +15,81 @@ from typing import Any
 
 
 class SpecnbError(Exception):
-    """Base of all errors that specnb raises on purpose."""
+    """Base class of all errors that specnb raises on purpose."""
 
 
 class InputError(SpecnbError, ValueError):
-    """A parameter, a file or a name that cannot be used as given."""
+    """A parameter, a file or a name is invalid."""
 
 
 class HeadsMismatch(InputError):
-    """Trained heads are not what their file says, or do not fit the model they are put on."""
+    """Trained heads differ from their file's description, or do not fit the target model."""
 
 
 class MissingExtraError(SpecnbError, ImportError):
-    """A package that belongs to an extra of the installation is not there."""
+    """A package of an optional extra is not installed."""
 
 
 class FetchError(SpecnbError, RuntimeError):
-    """A model file could not be fetched or does not have the pinned digest."""
+    """A model file could not be downloaded, or its digest differs from the pinned one."""
 
 
 class LoadError(SpecnbError, RuntimeError):
-    """A model could not be opened by the engine that was asked for."""
+    """The requested engine could not open the model."""
 
 
 class MemoryShortError(LoadError):
-    """Weights, state and margin do not fit the free memory of the device."""
+    """Weights, state and safety margin exceed the free memory of the device."""
 
 
 class EngineError(SpecnbError, RuntimeError):
-    """The engine failed during a forward. A state that can be cropped is what it was before; another one is empty."""
+    """The engine failed during a forward pass.
+
+    A state that can be cropped is unchanged; any other state is empty.
+    """
 
 
 class VocabularyMismatch(SpecnbError, ValueError):
-    """Draft and target tokens do not mean the same text."""
+    """Draft tokens and target tokens stand for different texts."""
 
 
 OTHER_DRAFTERS = "Use a draft model with the target's tokenizer, --drafter self (a copy of it), or --drafter lookup"
-"""What to do where vocabularies do not fit."""
+"""The remedy for vocabularies that do not fit."""
 
 
 class CapacityError(SpecnbError, ValueError):
-    """More tokens than the context of the model holds."""
+    """The number of tokens exceeds the model's context."""
 
 
 class RewindError(SpecnbError, RuntimeError):
-    """The model cannot forget that many tokens exactly."""
+    """The model cannot roll back exactly by that many tokens."""
 
 
 class StateError(SpecnbError, RuntimeError):
-    """A model's state is not the one this generation left it in: something else used the model in between."""
+    """Something else used the model during this generation and changed its state."""
 
 
 class NonFiniteLogits(SpecnbError, FloatingPointError):
-    """A row of logits holds NaN or +inf, or has no finite entry; it is never replaced by another row."""
+    """A row of logits contains NaN or +inf, or no finite entry. Such a row is never replaced."""
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Return the nearest of the names as a question and a space; "" where none is near."""
+    """Return the closest of `names` as a question and a space; "" if none is close."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def require_known(noun: str, name: object, names: Iterable[str]) -> None:
-    """Raise InputError for a name that is none of the known ones, with the nearest and all of them."""
-    names, text = list(names), str(name)[:200]
+    """Raise InputError unless `names` has `name`; suggest the closest name and list all."""
+    names = list(names)
     if name not in names:
-        raise InputError(f"unknown {noun} {text!r}: {did_you_mean(text, names)}there are {', '.join(names)}")
+        text = str(name)[:200]
+        hint = did_you_mean(text, names)
+        raise InputError(f"unknown {noun} {text!r}: {hint}choose from {', '.join(names)}")
 
 
 def require_number(name: str, value: Any, kind: type, low: float, high: float = inf) -> None:
-    """Raise InputError unless `value` is a number of this `kind` (Real or Integral; no bool) from `low` to `high`."""
+    """Raise InputError unless `value` is a `kind` (Real or Integral, no bool) in [low, high]."""
     if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
         noun = "an integer" if kind is Integral else "a number"
         raise InputError(f"{name} must be {noun} from {low} to {high}, got {value!r:.80}")
@@ -92,12 +97,13 @@ def require_number(name: str, value: Any, kind: type, low: float, high: float = 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Turn the failed import of a package that an extra would bring into a MissingExtraError that says what to type."""
+    """Convert the failed import of an extra's package to a MissingExtraError with the command."""
     try:
         yield
     except ModuleNotFoundError as error:
         package = str(error.name).partition(".")[0]
         for requirement in metadata.requires("specnb") or ():
             if extra := re.match(rf"{package.replace('_', '-')}\b.*; extra == .(\w+)", requirement):
-                raise MissingExtraError(f"{package} is not installed: pip install 'specnb[{extra[1]}]'") from error
+                command = f"pip install 'specnb[{extra[1]}]'"
+                raise MissingExtraError(f"{package} is not installed: {command}") from error
         raise

@@ -1,7 +1,7 @@
-"""Files, folders and JSON: the one place that reads, writes, digests and normalises.
+"""Files, folders and JSON: reading, writing, digests and normalization.
 
-Files that this package wrote are trusted. Files from elsewhere come through `read_bytes`, `read_text` or `read_json`:
-bounded, with one clear error.
+Files that this package wrote are trusted. Other files are read by `read_bytes`, `read_text` or
+`read_json`, which limit the size and raise one clear error.
 """
 
 import contextlib
@@ -23,37 +23,38 @@ from specnb.errors import FetchError, InputError, SpecnbError
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_BYTES, MAX_JSONL_BYTES = 128 << 20, 16 << 20
-"""What is read of a file from elsewhere at most."""
+MAX_BYTES = 128 << 20
+MAX_JSONL_BYTES = 16 << 20
+"""Size limits of files that the package did not write."""
 LOCK_WAIT_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """Folder of fetched and derived models: `$SPECNB_CACHE`, else `$XDG_CACHE_HOME/specnb`, else `~/.cache/specnb`.
+    """Return the folder of downloaded and derived models, which may not exist yet.
 
-    The folder is not created here.
+    `$SPECNB_CACHE`, else `$XDG_CACHE_HOME/specnb`, else `~/.cache/specnb`.
     """
-    folder = os.environ.get("SPECNB_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "specnb")
-    return named_folder(folder)
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return named_folder(os.environ.get("SPECNB_CACHE") or Path(caches, "specnb"))
 
 
 def named_folder(name: str | Path) -> Path:
-    """Return the absolute path of a folder; InputError for `~` of an unknown user."""
+    """Return the absolute path of a folder. Raises InputError for `~` of an unknown user."""
     with reading(name):
         return Path(name).expanduser().absolute()
 
 
 def project_dir() -> Path:
-    """Return the folder that holds `data/`: the checkout, with `notebooks/` and `figures/`, or a wheel's package."""
+    """Return the folder that contains `data/`: the checkout, or a wheel's package."""
     package = Path(__file__).resolve().parent
     return package if (package / "data").is_dir() else package.parent
 
 
 def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "error") -> Any:
-    """Return `value` in the types of JSON; numpy scalars, dates, tuples and pydantic models are converted.
+    """Convert numpy scalars, dates, tuples and pydantic models in `value` to JSON types.
 
-    NaN, infinity, a key that is not text and a type that JSON lacks raise InputError with the place. With `nan=None`
-    numbers that are none, pandas' NA among them, become None.
+    NaN, infinity, keys that are not str and other types raise InputError with their place. With
+    `nan=None`, NaN, infinity and pandas' NA become None.
 
     >>> plain({"rates": (0.5, float("nan"))}, nan=None)
     {'rates': [0.5, None]}
@@ -64,7 +65,7 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
         value = value.item()
     match value:
         case str():
-            return str.__str__(value)  # the value of a text enumeration, not its name
+            return str.__str__(value)  # of a str enumeration the value, not the name
         case None | int():
             return value
         case float() if math.isfinite(value):
@@ -72,25 +73,30 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
         case date():
             return value.isoformat()
         case Mapping():
-            if bad := [key for key in value if not isinstance(key, str)]:
-                raise InputError(f"{where} has the key {bad[0]!r} ({type(bad[0]).__name__}): use str(), as JSON does")
-            return {str.__str__(key): plain(item, f"{where}.{key}", nan) for key, item in value.items()}
+            for key in value:
+                if not isinstance(key, str):
+                    got = f"{where} has the key {key!r} ({type(key).__name__})"
+                    raise InputError(f"{got}, expected a string: convert it with str()")
+            items = value.items()
+            return {str.__str__(key): plain(item, f"{where}.{key}", nan) for key, item in items}
         case list() | tuple():
             return [plain(item, f"{where}[{index}]", nan) for index, item in enumerate(value)]
-    if nan is None and (isinstance(value, float) or type(value).__name__ in ("NAType", "NaTType")):
+    kind = type(value).__name__
+    if nan is None and (isinstance(value, float) or kind in ("NAType", "NaTType")):
         return None
-    raise InputError(f"{where} is {value!r:.80} ({type(value).__name__}), expected numbers, text, lists, dicts or None")
+    expected = "numbers, strings, lists, dicts or None"
+    raise InputError(f"{where} is {value!r:.80} ({kind}), expected {expected}")
 
 
 def comma_list(text: str) -> list[str]:
-    """Return the words that commas separate."""
+    """Split text at commas and strip each word."""
     return [word.strip() for word in text.split(",")]
 
 
 def digest(value: Any) -> str:
-    """Return the sha256 (hex) of bytes, of the file that a Path names, or of an object's JSON, keys sorted, no spaces.
+    """Return the SHA-256 (hex) of bytes, of a file (Path), or of an object's JSON.
 
-    Raises InputError as `plain` does.
+    The JSON has sorted keys and no spaces. Raises InputError as `plain` does.
     """
     if isinstance(value, Path):
         with value.open("rb") as file:
@@ -101,37 +107,41 @@ def digest(value: Any) -> str:
 
 
 def file_digest(path: str | Path) -> str:
-    """Return `digest(Path(path))`, remembered in the cache by path, size and time stamp. InputError for no file."""
+    """Return `digest(Path(path))`, cached by path, size and modification time.
+
+    Raises InputError if there is no such file.
+    """
     with reading(path):
         file = Path(path).expanduser().resolve()
         stat = regular_stat(file)
-        memory = cache_dir() / "digests" / digest([str(file), stat.st_size, stat.st_mtime_ns])
-        if not memory.exists():
-            write_atomic(memory, digest(file).encode())
-        return memory.read_text()
+        cached = cache_dir() / "digests" / digest([str(file), stat.st_size, stat.st_mtime_ns])
+        if not cached.exists():
+            write_atomic(cached, digest(file).encode())
+        return cached.read_text()
 
 
 @contextlib.contextmanager
 def reading(place: str | Path) -> Iterator[None]:
-    """Turn what the system and the decoders raise inside into an InputError that names the place."""
+    """Convert errors of the system and of decoders to an InputError that names `place`."""
     try:
         yield
     except SpecnbError:
         raise
-    except Exception as error:  # the decoders of others raise whatever a broken file makes them stumble over
+    except Exception as error:  # decoders raise errors of any class for damaged files
         reason = (str(error) or type(error).__name__)[:200]
-        raise InputError(f"{place} cannot be read ({reason}): check it, or fetch or make it again") from error
+        remedy = "check it, or download or create it again"
+        raise InputError(f"{place} cannot be read ({reason}): {remedy}") from error
 
 
 def regular_stat(path: Path) -> os.stat_result:
-    """Return the `stat` of a regular file. Raises OSError for all else: a pipe may never end."""
+    """Return the `stat` of a regular file. Raises OSError for others: a pipe may never end."""
     if path.exists() and not path.is_file():
         raise OSError("it is not a regular file")
     return path.stat()
 
 
 def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:
-    """Return all of a file. Raises InputError if it cannot be read or has more than `limit` bytes."""
+    """Read a whole file. Raises InputError if it cannot be read or has more than `limit` bytes."""
     with reading(path):
         if regular_stat(Path(path)).st_size > limit:
             raise ValueError(f"it has more than {limit} bytes")
@@ -139,32 +149,33 @@ def read_bytes(path: str | Path, limit: int = MAX_BYTES) -> bytes:
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
-    """Return all of a UTF-8 file. Raises InputError as `read_bytes` does, and for bytes that are not UTF-8."""
+    """Read a whole UTF-8 file. Raises InputError as `read_bytes` does, and for other encodings."""
     with reading(path):
         return read_bytes(path, limit).decode("utf-8")
 
 
 def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises InputError as `read_text` does, and for anything but a JSON object."""
+    """Read a JSON object from a file. Raises InputError as `read_text` does, and for other JSON."""
     with reading(f"{path}: the JSON"):
         value = json.loads(read_text(path, limit))
         if not isinstance(value, dict):
-            raise ValueError(f"it holds a JSON {type(value).__name__}, not an object")
+            raise ValueError(f"it is a JSON {type(value).__name__}, not an object")
     return value
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the table in a TOML file of this package or checkout."""
+    """Read a TOML file of this package or checkout."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (number, value) of each line that is not blank; a byte order mark and CRLF are allowed.
+    """Yield (line number, value) of each nonblank line; a byte order mark and CRLF are allowed.
 
-    Raises InputError with file and line for one that is not JSON in UTF-8, and as `read_bytes` does.
+    Raises InputError with file and line if a line is not JSON in UTF-8, and as `read_bytes` does.
     """
-    # Only \n ends a line: str.splitlines would also cut at U+2028 and others, which JSON allows inside a string.
-    for number, line in enumerate(read_bytes(path, MAX_JSONL_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    # Only \n ends a line: str.splitlines also splits at U+2028 and others, valid in JSON strings.
+    lines = read_bytes(path, MAX_JSONL_BYTES).removeprefix(b"\xef\xbb\xbf").split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             with reading(f"{path}:{number}: the JSON"):
                 value = json.loads(line.decode())
@@ -172,29 +183,32 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def validated(model: type[Model], value: Any, where: str) -> Model:
-    """Return `value` as a `model`; InputError with the place and the first reasons, each with the value given."""
+    """Validate `value` as a `model`. Raises InputError with `where`, reasons and values."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        details = error.errors(include_url=False, include_context=False)[:5]
-        reasons = [f"{'.'.join(map(str, d['loc'])) or 'all'} = {d['input']!r:.150}: {d['msg']}" for d in details]
+        reasons = []
+        for detail in error.errors(include_url=False, include_context=False)[:5]:
+            field = ".".join(map(str, detail["loc"])) or "all"
+            reasons.append(f"{field} = {detail['input']!r:.150}: {detail['msg']}")
         raise InputError(f"{where}: {'; '.join(reasons)}") from error
 
 
 @contextlib.contextmanager
 def writing(path: str | Path, kind: type[SpecnbError] = InputError) -> Iterator[None]:
-    """Turn an OSError inside (no room, no permission) into an error of this `kind` that names `path`."""
+    """Convert an OSError (disk full, no permission) to a `kind` that names `path`."""
     try:
         yield
     except OSError as error:
-        raise kind(f"cannot write {path} ({error}): make room, or name another folder (SPECNB_CACHE)") from error
+        remedy = "free disk space, or choose another folder (SPECNB_CACHE)"
+        raise kind(f"cannot write {path} ({error}): {remedy}") from error
 
 
 @contextlib.contextmanager
 def locked(file: Path, reason: str, *, wait_s: float = 0, kind: type[SpecnbError] = InputError) -> Iterator[None]:
-    """Hold the lock `file`, whose folder is made; the system releases it when the process is killed.
+    """Hold the lock `file`, creating its folder. The system releases it if the process is killed.
 
-    Raises `kind` with `reason` while another process or thread holds it, and `wait_s` have passed.
+    Raises `kind` with `reason` if another process or thread still holds it after `wait_s` seconds.
     """
     from filelock import FileLock, Timeout
 
@@ -203,15 +217,15 @@ def locked(file: Path, reason: str, *, wait_s: float = 0, kind: type[SpecnbError
         try:
             lock = FileLock(file).acquire(timeout=wait_s)
         except Timeout as error:
-            raise kind(f"{file} is held: {reason}") from error
+            raise kind(f"{file} is locked: {reason}") from error
     with lock:
         yield
 
 
 def write_atomic(path: str | Path, data: bytes) -> None:
-    """Write `data` to `path`, folders included, so that a reader sees the old file or the new one, never a part.
+    """Write `data` to `path` atomically, creating its folders: readers see the old or the new file.
 
-    Raises InputError where it cannot be written.
+    Raises InputError if it cannot be written.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -227,27 +241,31 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
 
 
-# ---- files that are made once
+# ---- files that are created once
 
 
-def once(dest: Path, make: Callable[[], None], is_there: Callable[[], bool], *, n_bytes: int) -> Path:
-    """Return `dest`, which `make` makes where `is_there` says no: one thread or process does, the others wait.
+def once(dest: Path, make: Callable[[], None], exists: Callable[[], bool], *, n_bytes: int) -> Path:
+    """Return `dest`, calling `make` unless it `exists`: one thread or process does, others wait.
 
-    Raises FetchError for a disk without `n_bytes` free or that cannot be written, and what `make` raises.
+    Raises FetchError if the disk is not writable or has less than `n_bytes` free, and what `make`
+    raises.
     """
-    if not is_there():
+    if not exists():
         lock = dest.with_name(f"{dest.name}.lock")
-        with locked(lock, "wait, or remove it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
-            if not is_there():
+        with (
+            locked(lock, "wait, or delete it", wait_s=LOCK_WAIT_S, kind=FetchError),
+            writing(dest.parent, FetchError),
+        ):
+            if not exists():
                 need_space(dest.parent, n_bytes)
                 make()
     return dest
 
 
 def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
-    """Return the file or folder `dest` as `make(path)` writes it where it is not there: its name tells its source.
+    """Return the file or folder `dest`, calling `make(path)` to write it unless it exists.
 
-    Raises as `once`.
+    Its name must identify its source. Raises as `once`.
     """
     partial = dest.with_name(f"making-{dest.name}")
 
@@ -267,12 +285,13 @@ def _remove(path: Path) -> None:
 
 
 def need_space(folder: Path, n_bytes: int) -> None:
-    """FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
+    """Raise FetchError unless the disk of `folder` (which exists) has `n_bytes` free."""
     free = shutil.disk_usage(folder).free
     if free < n_bytes:
-        raise FetchError(f"{folder} has {free} of {n_bytes} bytes: free some, or set SPECNB_CACHE to another disk")
+        remedy = "free disk space, or set SPECNB_CACHE to another disk"
+        raise FetchError(f"{folder} has {free} bytes free, {n_bytes} are needed: {remedy}")
 
 
 def size_of(path: Path) -> int:
-    """Bytes of a file; 0 if there is none."""
+    """Return the bytes of a file; 0 if it does not exist."""
     return path.stat().st_size if path.is_file() else 0

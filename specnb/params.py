@@ -1,53 +1,62 @@
-"""What a notebook may be told: one frozen, validated model per notebook.
+"""Parameters of the notebooks: one frozen, validated model for each.
 
-The field names and defaults are those of the notebook's `parameters` cell (a test compares them), so the slider,
-papermill and a plain call go through the same checks. What each is for stands in the notebook, under Parameters. Sizes
-that are not given follow the `budget`: quick ends in minutes on a slow machine, normal is the models' own defaults,
-full has intervals worth quoting.
+Field names and defaults equal those of the notebook's `parameters` cell (a test compares them), so
+sliders, papermill and plain calls are validated alike. Sizes that are not set follow the `budget`:
+quick takes minutes on a slow machine, normal uses the defaults below, full computes intervals
+narrow enough to quote.
 """
 
 import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, Field, NonNegativeInt, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    NonNegativeInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from specnb.errors import InputError
 from specnb.io import comma_list, validated
 from specnb.prompts import PACKS, categories
+from specnb.registry import DRAFTERS
 
 Temperature = Annotated[float, Field(ge=0, le=100)]
-"""0 is greedy."""
+"""Sampling temperature; 0 is greedy."""
 Tokens = Annotated[int, Field(ge=2)]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = NonNegativeInt
 DraftLength = Annotated[int, Field(ge=1, le=256)]
 Width = Annotated[int, Field(ge=1, le=64)]
-"""Drafts of which the target checks all in one forward."""
+"""Draft tokens that the target verifies in one forward pass."""
 Categories = Annotated[
     list[str],
     BeforeValidator(lambda names: comma_list(names) if isinstance(names, str) else names),
     Field(min_length=1, validate_default=True),
 ]
-"""May be a text with commas."""
+"""A list, or a string with commas."""
 Item = TypeVar("Item")
-Some = Annotated[list[Item], Field(min_length=1)]
+NonEmpty = Annotated[list[Item], Field(min_length=1)]
 Budget = Literal["quick", "normal", "full"]
 BUDGET = "SPECNB_BUDGET"
-"""Variable of the environment that overrides the `budget` of a notebook's cell."""
+"""Environment variable that overrides the `budget` of a notebook's cell."""
 
 
 class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base of all parameter models: no unknown names, no silent change of a value, nothing listed twice.
+    """Base class of all parameter models. Unknown names, conversions and duplicates are refused.
 
-    `prompts` names a JSONL file or a pack (humaneval, mt-bench) in place of the shipped ones, and comes before
-    `categories` or `contents`: left at their default, they are then those of the file.
+    `prompts` is a JSONL file or a pack (humaneval, mt-bench) that replaces the shipped prompts. It
+    is declared before `categories` or `contents`, whose default then means all of its categories.
     """
 
     @field_validator("*")
     @classmethod
-    def _each_once(cls, value: Any) -> Any:
-        """The same generation twice would count as two prompts, and make intervals too narrow."""
+    def _refuse_duplicates(cls, value: Any) -> Any:
+        """A generation listed twice would count as two prompts and make intervals too narrow."""
         for item in value if isinstance(value, list) else ():
             if value.count(item) > 1:
                 raise ValueError(f"{item!r} is listed twice")
@@ -55,41 +64,48 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
 
     @field_validator("prompts", check_fields=False)
     @classmethod
-    def _readable_anywhere(cls, source: int | str) -> int | str:
-        """Every line is read here, before a model is opened; a number is how many of the shipped."""
+    def _read_prompts(cls, source: int | str) -> int | str:
+        """Read a file or pack now, before a model is opened; a number counts shipped prompts."""
         if isinstance(source, str) and source:
-            source = source if source in PACKS else os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
+            if source not in PACKS:
+                source = os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
             categories(source)
         return source
 
     @field_validator("categories", "contents", check_fields=False)
     @classmethod
-    def _those_of_the_prompts(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        source = info.data.get("prompts")  # None where it was refused
-        known = names if source is None else categories(source)
+    def _check_categories(cls, names: list[str], info: ValidationInfo) -> list[str]:
+        source = info.data.get("prompts")  # None if it was refused
+        available = names if source is None else categories(source)
         if source and names == cls.model_fields[info.field_name].default:
-            return list(known)
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"no prompts of the category {unknown[0]!r}; there are {', '.join(known)}")
+            return list(available)
+        if unknown := [name for name in names if name not in available]:
+            valid = ", ".join(available)
+            raise ValueError(f"no prompts of the category {unknown[0]!r}: choose from {valid}")
         return names
 
     @classmethod
     def checked(cls, **values: Any) -> Self:
-        """Validate; one readable InputError instead of pydantic's report."""
+        """Validate `values`. Raises one readable InputError instead of pydantic's report."""
         return validated(cls, values, f"parameters of {cls.__name__}")
 
 
 def sized(quick: Any, normal: Any, full: Any = None) -> Any:
-    """A field whose value the budget chooses; at full that of normal, where no other is given."""
-    return Field(default=normal, json_schema_extra={"quick": quick, "full": normal if full is None else full})
+    """Declare a field whose default depends on the budget; by default `full` equals `normal`."""
+    full = normal if full is None else full
+    return Field(default=normal, json_schema_extra={"quick": quick, "full": full})
 
 
 class NotebookParams(Params):
-    """Base of the notebooks' models: what is `sized`, and is None or absent, follows the `budget`.
+    """Base class of the notebooks' parameters. `sized` fields that are None follow the `budget`.
 
-    `sizes` maps each such field to its values at `quick` and at `full`; the field's default is that of normal.
+    `sizes` maps their names to the values at `quick` and `full`; the default is that of normal.
+    Common fields: `target` is a model name as `specnb.load` takes it, `k_max` the largest replayed
+    draft length, `prompts_per_category` the number of prompts of each category, and `live_prompts`
+    of how many of these speculation also runs live.
 
-    >>> [KSweepParams.checked(budget=budget, ks=[4]).prompts_per_category for budget in ("quick", "normal", "full")]
+    >>> budgets = ("quick", "normal", "full")
+    >>> [KSweepParams.checked(budget=budget).prompts_per_category for budget in budgets]
     [1, 5, 12]
     """
 
@@ -100,21 +116,23 @@ class NotebookParams(Params):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        fields = cls.model_fields.items()
-        cls.sizes = {name: field.json_schema_extra for name, field in fields if field.json_schema_extra}
+        extras = {name: field.json_schema_extra for name, field in cls.model_fields.items()}
+        cls.sizes = {name: extra for name, extra in extras.items() if extra}
 
     @model_validator(mode="before")
     @classmethod
-    def _by_budget(cls, values: dict[str, Any]) -> dict[str, Any]:
-        given = {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
+    def _fill_sizes(cls, values: dict[str, Any]) -> dict[str, Any]:
+        unset = {name for name, value in values.items() if value is None and name in cls.sizes}
         budget = str(values.get("budget"))
-        return {name: size[budget] for name, size in cls.sizes.items() if budget in size} | given
+        sizes = {name: size[budget] for name, size in cls.sizes.items() if budget in size}
+        return sizes | {name: value for name, value in values.items() if name not in unset}
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
-        """Build from the notebook's `globals()`: takes the fields, ignores everything else.
+        """Build from the notebook's `globals()`: use the fields, ignore all other names.
 
-        The environment's `SPECNB_BUDGET` overrides the cell's. Raises InputError that names each bad value.
+        The environment variable `SPECNB_BUDGET` overrides the cell's budget. Raises InputError with
+        each invalid value.
         """
         missing = [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]
         if missing:
@@ -126,21 +144,27 @@ class NotebookParams(Params):
 
 
 class StartParams(NotebookParams):
-    """Notebook 00: what does speculative decoding do to a text, and where does each question go?"""
+    """Notebook 00: how does speculative decoding work, and which notebook answers what?"""
 
     trace: str = "data/traces/smollm2-135m"
+    """Folder with recordings: a shipped one, or a run of notebook 09."""
     prompt: str = "edit-02"
+    """Id of a prompt in `trace`."""
     temperature: Temperature = 0.0
+    """A temperature in `trace`."""
     k: DraftLength = 8
     look_at: Count = 4
+    """Number of the round that is shown in detail, from 1."""
     target: str = "smollm2-135m"
+    """Model of the timed runs at the end, for which `n_prompts` and `max_new_tokens` hold."""
     backend: Literal["hf", "llama"] = "hf"
     n_prompts: Count = sized(1, 5, 10)
+    """Prompts of the same category as `prompt`."""
     max_new_tokens: Tokens = sized(24, 64, 128)
 
 
 class KSweepParams(NotebookParams):
-    """Notebook 01: which draft length K pays, per temperature and content?
+    """Notebook 01: which draft length K pays, for each temperature and content?
 
     >>> KSweepParams.checked(k_max=0)
     Traceback (most recent call last):
@@ -150,57 +174,75 @@ class KSweepParams(NotebookParams):
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
+    """Engine: torch (hf) or llama.cpp (llama); empty: as the target's name says."""
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
+    """Type of the weights in torch; `auto`: the fastest one on this machine."""
     drafter: str = "lookup"
+    """Runs live and is replayed; a name of `registry.DRAFTERS` or of a draft model."""
     replayed: list[str] = ["self", "medusa"]
+    """More drafters, which do not run live; those that do not fit the target are left out."""
     k_max: Width = 24
-    ks: Some[DraftLength] = sized([4], [4, 12])
-    temperatures: Some[Temperature] = [0.0, 0.7]
+    ks: NonEmpty[DraftLength] = sized([4], [4, 12])
+    """Draft lengths that run live."""
+    temperatures: NonEmpty[Temperature] = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 30, 60)
+    """Prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 128, 256)
     conversations: CountOrZero = sized(1, 3, 6)
+    """Conversations of several turns."""
     contexts: list[Tokens] = sized([256], [256, 2048, 8000])
+    """Context lengths at which forward passes for several sequences are timed."""
     rule: Literal["token", "block", "typical"] = "token"
+    """Verification rule above temperature 0; `typical` is lossy."""
 
-    _in_order = field_validator("ks")(sorted)
+    _sort_ks = field_validator("ks")(sorted)
 
     @model_validator(mode="after")
     def _typical_needs_sampling(self) -> Self:
         if self.rule == "typical" and 0 in self.temperatures:
-            raise ValueError("the rule typical needs temperatures above 0: at 0 the greedy rule is used")
+            raise ValueError("the rule typical needs temperatures above 0; at 0, greedy is used")
         return self
 
 
 class AdaptiveKParams(NotebookParams):
-    """Notebook 02: does it pay to change K while generating, and which controller does it best?"""
+    """Notebook 02: does adapting K while generating pay, and which controller is best?"""
 
     target: str = "smollm2-135m:f16"
-    drafters: Some[str] = ["lookup", "smollm2-135m:q4_0"]
+    drafters: NonEmpty[str] = ["lookup", "smollm2-135m:q4_0"]
     machines: list[str] = ["memory-bound server", "laptop, compute-bound", "96-core EPYC"]
+    """Machines to simulate: names of `measure.cost.NAMED`, or files of data/machines."""
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = sized(1, 5, 8)
     live_prompts: CountOrZero = 1
     live_contents: CountOrZero = sized(1, 6)
+    """The first of `categories` whose prompts also run live, with every controller."""
     conversations: CountOrZero = sized(1, 2, 3)
+    """Conversations whose answers switch between prose, code and JSON."""
     max_new_tokens: Tokens = sized(16, 64)
     k_max: int = Field(default=24, ge=24)
 
 
 class CompatibilityParams(NotebookParams):
-    """Notebook 03: will this draft model work with that target, and what comes of it when it does not fit?"""
+    """Notebook 03: will this draft model work with that target, and what if it does not?"""
 
-    models: list[str] = Field(min_length=2, default=[
-        "smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen", "deepseek-v4", "gpt-2",
-        "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge",
-    ])  # fmt: skip
+    models: list[str] = Field(
+        min_length=2,
+        default=[
+            *("smollm2", "qwen2", "qwen2.5", "qwen3", "qwen3.5", "deepseek-r1-distill-qwen"),
+            *("deepseek-v4", "gpt-2", "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge"),
+        ],
+    )
+    """Vocabularies that are compared with one another, by any name that `specnb compat` takes."""
     target: str = "smollm2-135m:f32"
     draft: str = "gpt-2"
+    """Compared with `target` in detail, and run if it has weights."""
     draft_model: str = "smollm2-135m:q4_0"
+    """Model whose text is tokenized with `draft`, or with each of `families`."""
     families: list[str] = ["qwen2.5", "phi-3"]
     pairs: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = [
         ["qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"],
@@ -211,6 +253,7 @@ class CompatibilityParams(NotebookParams):
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ]
+    """Target and drafter of the field report's pairs."""
     prompts: str = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = sized(1, 2, 6)
@@ -220,112 +263,132 @@ class CompatibilityParams(NotebookParams):
 
 
 class RollbackParams(NotebookParams):
-    """Notebook 04: how does a recurrent state go back, exactly, and what does it cost?"""
+    """Notebook 04: how is a recurrent state rolled back exactly, and what does it cost?"""
 
     target: str = "tiny-hybrid"
-    engines: Some[Literal["llama", "torch"]] = ["llama", "torch"]
+    engines: NonEmpty[Literal["llama", "torch"]] = ["llama", "torch"]
     draft: str = "tiny-hybrid-draft"
-    ks: Some[Width] = [2, 6]
-    acceptance: Some[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.8]
+    """Draft model, measured next to prompt lookup in the first of `engines`."""
+    ks: NonEmpty[Width] = [2, 6]
+    acceptance: NonEmpty[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.8]
+    """Probabilities that a scripted draft token is correct, given that those before it are."""
     prompts: str = ""
+    """A JSONL file or a pack; by default held-out passages of code."""
     passages: Count = sized(1, 5, 12)
+    """Number of prompts."""
     prompt_tokens: Tokens = 64
+    """Length to which prompts are truncated."""
     max_new_tokens: Tokens = sized(8, 16, 24)
-    memory_models: Some[str] = ["qwen3-next", "mamba-2.8b"]
+    memory_models: NonEmpty[str] = ["qwen3-next", "mamba-2.8b"]
+    """Models whose state is sized: names of ssm/families.toml, folders, or hf:ORG/NAME."""
 
 
 class MedusaParams(NotebookParams):
-    """Notebook 05: do these heads work, trained, loaded, verified and faster; and if not, which fault is it?"""
+    """Notebook 05: are these heads trained, loaded, verified and faster; if not, why?"""
 
     target: str = "smollm2-135m"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
+    """Medusa heads of `target`."""
     hydra: str = "smollm2-135m-hydra"
+    """Hydra heads of `target`."""
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
     max_new_tokens: Annotated[int, Field(ge=4)] = sized(24, 32)
     identity_prompts: Count = sized(1, 3)
+    """Prompts whose drafted text is compared with plain decoding in float32."""
     rows: Tokens = sized(24, 48, 64)
+    """Rows of `row_tokens` tokens for training, and as many held out; the target generates them."""
     row_tokens: Annotated[int, Field(ge=32)] = sized(32, 64)
     steps: Annotated[int, Field(ge=6)] = sized(10, 30, 40)
+    """Training steps of the short trainings."""
     ablation_steps: Tokens = sized(3, 12, 16)
-
-
-LEAGUE = ["auto", "suffix", "lookup", "jump", "eagle", "hydra", "redrafter", "medusa", "self", "exit", "skip"]
+    """Training steps of each ablation."""
 
 
 class LeagueParams(NotebookParams):
-    """Notebook 07: which drafter pays on this machine, trained and untrained, on equal terms?"""
+    """Notebook 07: which drafter pays on this machine, trained or untrained, on equal terms?"""
 
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
-    drafters: Some[str] = sized(["auto", "suffix", "jump"], LEAGUE)
+    drafters: NonEmpty[str] = sized(["auto", "suffix", "jump"], [*DRAFTERS])
+    """Drafters and draft models; those that do not fit the target are left out."""
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
-    temperatures: Some[Temperature] = sized([0.0], [0.0, 0.7])
+    temperatures: NonEmpty[Temperature] = sized([0.0], [0.0, 0.7])
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 5, 12)
+    """Prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: CountOrZero = sized(1, 2, 5)
     max_new_tokens: Tokens = sized(12, 64, 128)
     k_max: Width = 16
 
 
 class DivergenceParams(NotebookParams):
-    """Notebook 06: acceptance is 0 %, nothing crashes: which module is it, which token, and why?"""
+    """Notebook 06: acceptance is 0 % and nothing crashes: which module, which token, and why?"""
 
     fault: str = "positional_registry"
+    """Fault that is planted, of divergence/faults."""
     layer: int = Field(default=-1, ge=-1)
+    """Layer of the fault; -1: the fault's default layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     tokens: int = Field(default=24, ge=8)
+    """Tokens that the draft model reads: the prompt, then rounds of `k` with rollbacks."""
     prompt_tokens: Count = 14
     k: Width = 3
     gallery: list[str] = sized(["positional_registry", "split_k"], [])
+    """Faults of the second part; empty: all."""
 
 
 class LosslessParams(NotebookParams):
-    """Notebook 08: is what speculation writes what the target would have written?
-
-    `texts` are greedy texts of other engines: a JSONL file, or those shipped, which are left out where `target` did not
-    write them. `other` is the target as the engine of a file computes it.
-    """
+    """Notebook 08: does speculative decoding generate the target's output?"""
 
     target: str = "smollm2-135m:f32"
     draft: str = "smollm2-135m:q4_0"
     k: Width = 4
     temperature: float = Field(default=0.7, gt=0, le=100)
+    """Temperature of the sampled runs."""
     prompts: Count | str = sized(3, 12, 24)
+    """Number of shipped prompts, or a JSONL file or pack."""
     max_new_tokens: Count = sized(24, 64)
     texts: str = "shipped"
+    """Greedy texts of other engines: a JSONL file, or `shipped` (of the default target)."""
     other: str = ""
+    """The target as the engine of the JSONL file `texts` computes it."""
 
 
 class ExplorerParams(NotebookParams):
-    """Notebook 09: what would another K, drafter, temperature, content or machine give?
+    """Notebook 09: what is the speed with another K, drafter, temperature, content or machine?
 
-    Each prompt is generated once at every temperature, and with `top_p` at the highest; every drafter is followed
-    along it. `trace` is `auto` (the shipped one, where nothing but the quick defaults is asked; else a new one),
-    `new`, or the trace of StartParams, which brings its own.
+    Each prompt is generated once at every temperature, and with `top_p` at the highest; every
+    drafter is recorded along it.
 
     >>> ExplorerParams.checked(temperatures=[0.0, 0.5]).samplings
     ((0.0, 1.0), (0.5, 1.0), (0.5, 0.9))
     """
 
     trace: str = "auto"
+    """`auto` (shipped if all parameters are the quick defaults, else new), `new`, or as of 00."""
     target: str = "smollm2-135m"
-    drafters: Some[str] = ["lookup", "self"]
+    drafters: NonEmpty[str] = ["lookup", "self"]
     prompts: str = ""
     contents: Categories = ["code", "edit", "prose"]
-    temperatures: Some[Temperature] = sized([0.0, 0.7], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    """Categories of the prompts."""
+    temperatures: NonEmpty[Temperature] = sized([0.0, 0.7], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0])
     top_p: float = Field(default=0.9, gt=0, le=1)
+    """Nucleus sampling, as one more setting at the highest temperature; 1: off."""
     prompts_per_category: Count = sized(3, 5, 12)
     max_new_tokens: Tokens = sized(32, 48)
     k_max: DraftLength = 24
+    """The longest draft that is recorded."""
 
     @property
     def samplings(self) -> tuple[tuple[float, float], ...]:
-        """Temperature and top_p of every setting to record; greedy choice knows no top_p."""
-        hottest = max(self.temperatures)
-        extra = ((hottest, self.top_p),) if hottest and self.top_p < 1 else ()
-        return (*((temperature, 1.0) for temperature in self.temperatures), *extra)
+        """(temperature, top_p) of every setting to record; top_p has no effect on greedy choice."""
+        samplings = [(temperature, 1.0) for temperature in self.temperatures]
+        highest = max(self.temperatures)
+        if highest and self.top_p < 1:
+            samplings.append((highest, self.top_p))
+        return tuple(samplings)

@@ -1,8 +1,9 @@
-"""Prompts: the six categories shipped in `data/prompts/`, JSONL files of the user's own, and packs of benchmarks.
+"""Prompts: the six categories shipped in `data/prompts/`, users' JSONL files, and benchmark packs.
 
-A line is `{"id": …, "category": …, "text": …}` or `{"id": …, "category": …, "messages": [{"role", "content"}, …]}`.
-Lines of MT-bench and Spec-Bench (`question_id`, `category`, `turns`) and of HumanEval (`task_id`, `prompt`) are read as
-well. Of turns the first is asked: the next would need its answer.
+A line is `{"id": …, "category": …, "text": …}` or `{"id": …, "category": …, "messages": [{"role",
+"content"}, …]}`. Lines of MT-bench and Spec-Bench (`question_id`, `category`, `turns`) and of
+HumanEval (`task_id`, `prompt`) are supported, too. Only the first turn is used, because later turns
+depend on its answer.
 """
 
 import json
@@ -20,91 +21,102 @@ CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
 
 
 PACKS = {name: PinnedFile(**facts) for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()}
-"""The benchmarks whose prompts are fetched, by name."""
+"""Benchmarks whose prompts are downloaded, by name."""
 
 
 class Message(BaseModel, frozen=True, extra="forbid"):
-    """One turn of a conversation."""
+    """A message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class Prompt(BaseModel, frozen=True, extra="forbid"):
-    """One prompt: either `text`, continued as it stands, or `messages`, put through the model's chat template.
+    """A prompt: either `text`, continued as is, or `messages` for the model's chat template.
 
-    The last message is the user's, and no text is blank.
+    The last message has the role `user`. Blank texts are refused.
 
-    >>> Prompt(id="mine-1", category="chat", messages=[{"role": "user", "content": "Hello"}]).messages[0].content
+    >>> question = {"role": "user", "content": "Hello"}
+    >>> Prompt(id="mine-1", category="chat", messages=[question]).without_template
     'Hello'
     """
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")  # commas separate the names of several
+    category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")  # no commas: they separate names
     text: str | None = None
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _one_usable_form(self) -> "Prompt":
         if (self.text is None) == (self.messages is None):
-            raise ValueError("give exactly one of text and messages")
+            raise ValueError("set exactly one of text and messages")
         if self.category == "all":
-            raise ValueError("the category all stands for every other in tables; name it otherwise")
+            raise ValueError("the category name 'all' is reserved for tables; rename it")
         messages = self.messages or [Message(role="user", content=self.text)]
         if not all(message.content.strip() for message in messages):
-            raise ValueError("blank text; write a prompt or leave the line out")
+            raise ValueError("blank text; write a prompt or remove the line")
         if (role := messages[-1].role) != "user":
-            raise ValueError(f"the last message must be the user's, not the {role}'s")
+            raise ValueError(f"the last message has the role {role}, expected user")
         return self
 
     @property
     def without_template(self) -> str:
-        """The text, or the last question alone: for models that know no chat template."""
+        """The text, or only the last message: for models without a chat template."""
         return self.text or self.messages[-1].content
 
 
 def prompts(category: str | None = None, *, limit: int | None = None, source: str = "") -> tuple[Prompt, ...]:
-    """Return the shipped prompts of one category in file order; None: of all, in the order of `CATEGORIES`.
+    """Return the prompts of a category in file order; by default of all, ordered as `CATEGORIES`.
 
-    `limit` keeps the first so many of the result; `source` is a JSONL file or a pack in place of the shipped ones.
+    Args:
+        category: name of a category.
+        limit: maximum number of prompts.
+        source: a JSONL file or the name of a pack; by default the shipped prompts.
+
     Raises InputError for an unknown category, and as `read_jsonl` does.
 
     >>> [prompt.id for prompt in prompts("code", limit=2)]
     ['code-01', 'code-02']
     """
-    files = [source] if source else [project_dir() / "data" / "prompts" / f"{name}.jsonl" for name in CATEGORIES]
-    chosen = [prompt for file in files for prompt in read_jsonl(file) if category in (None, prompt.category)]
+    folder = project_dir() / "data" / "prompts"
+    files = [source] if source else [folder / f"{name}.jsonl" for name in CATEGORIES]
+    read = [prompt for file in files for prompt in read_jsonl(file)]
+    chosen = [prompt for prompt in read if category in (None, prompt.category)]
     if not chosen:
-        raise InputError(f"no prompt category {category!r}; there are {', '.join(categories(source))}")
+        names = ", ".join(categories(source))
+        raise InputError(f"unknown prompt category {category!r}: choose from {names}")
     return tuple(chosen[:limit])
 
 
 def categories(source: str = "") -> tuple[str, ...]:
-    """Return the categories of the shipped prompts, or those of a JSONL file or pack in the order they come in."""
-    return tuple(dict.fromkeys(prompt.category for prompt in read_jsonl(source))) if source else CATEGORIES
+    """Return the categories of the shipped prompts, or of a JSONL file or pack in file order."""
+    if not source:
+        return CATEGORIES
+    return tuple(dict.fromkeys(prompt.category for prompt in read_jsonl(source)))
 
 
 def read_jsonl(path: str | Path) -> tuple[Prompt, ...]:
-    """Return the prompts of a JSONL file, one object a line, in file order; of a pack by its name.
+    """Read the prompts of a JSONL file, one object per line, or of the pack with this name.
 
-    Raises InputError, with file, line and reason, if the file cannot be read, is larger than 16 MiB, holds no prompt,
-    repeats an id, or has a line that is not a valid `Prompt`.
+    Raises InputError with file, line and reason if the file cannot be read, is larger than 16 MiB,
+    contains no prompt, repeats an id, or has a line that is not a valid `Prompt`.
     """
     if pack := PACKS.get(str(path)):
-        path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / Path(pack.member).name.removesuffix(".gz"))
+        file = Path(pack.member).name.removesuffix(".gz")
+        path = fetch_pinned(pack, cache_dir() / "prompts" / str(path) / file)
     result = {}
     for number, value in json_lines(path):
         prompt = validated(Prompt, _as_prompt(value), f"{path}:{number}")
         if prompt.id in result:
-            raise InputError(f"{path}:{number}: id {prompt.id!r} was used before; rename one")
+            raise InputError(f"{path}:{number}: id {prompt.id!r} occurs twice; rename one")
         result[prompt.id] = prompt
     if not result:
-        raise InputError(f"{path}: no prompts in it; write one JSON object a line")
+        raise InputError(f"{path} contains no prompts; write one JSON object per line")
     return tuple(result.values())
 
 
 def _as_prompt(value: Any) -> Any:
-    """A benchmark's line in the fields of `Prompt`; any other as it is, for `Prompt` to judge."""
+    """Convert a benchmark's line to the fields of `Prompt`; return other values unchanged."""
     match value:
         case {"question_id": name, "category": category, "turns": [first, *_]}:
             return {"id": str(name), "category": category, "messages": [{"role": "user", "content": first}]}
@@ -115,6 +127,7 @@ def _as_prompt(value: Any) -> Any:
 
 
 def digest_prompts(prompts: Iterable[Prompt]) -> str:
-    """Return the sha256 (hex) of the prompts' JSON; it depends on their order, not on how the file was laid out."""
+    """Return the SHA-256 (hex) of the prompts' JSON, which depends on their order."""
     values = [prompt.model_dump(exclude_none=True) for prompt in prompts]
-    return digest(json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":")).encode())
+    document = json.dumps(values, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return digest(document.encode())

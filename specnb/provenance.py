@@ -1,7 +1,8 @@
-"""Where a result came from: code, versions, hardware, seeds, digests. Every run record and figure carries it.
+"""Provenance of a result: code, versions, hardware, seeds, digests. Part of each record and figure.
 
-Nothing here imports a model engine: versions come from package metadata, and torch is asked about itself only if the
-process has imported it already. No absolute path and no host name is recorded, so a record can be published.
+This module imports no model engine: versions come from package metadata, and torch's settings are
+recorded only if the process has imported torch. Absolute paths and host names are not recorded, so
+that records can be published.
 """
 
 import os
@@ -19,10 +20,14 @@ from specnb.io import plain
 from specnb.machine import cpu_facts
 
 THREAD_SETTINGS = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_MAX_ACTIVE_LEVELS", "OMP_WAIT_POLICY",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_MAX_ACTIVE_LEVELS",
+    "OMP_WAIT_POLICY",
     "GOMP_SPINCOUNT",
-)  # fmt: skip
-"""Environment variables that decide how many threads compute, and how they wait for each other."""
+)
+"""Environment variables that set the number of threads and how they wait for each other."""
 
 
 def provenance(
@@ -32,16 +37,17 @@ def provenance(
     prompts_digest: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what produced a result, as a dict that `json.dumps` takes.
+    """Return the provenance of a result as a dict for `json.dumps`.
 
-    `models` are mappings with at least `id`, of which an absolute path is cut to its file name. Facts that cannot be
-    known (no git, no GPU, a package that is not installed) are None, never an error. Raises InputError if `seeds`,
-    `models` or `extra` hold something JSON has no form for.
+    Each of `models` has at least an `id`, whose absolute path is reduced to the file name. Unknown
+    facts (no git, no GPU, a package that is not installed) are None. Raises InputError if `seeds`,
+    `models` or `extra` contain values that JSON does not support.
     """
     import psutil
 
-    # extras aside: the others' versions can change a result, a table or a figure
-    required = [re.match(r"[\w.-]+", line)[0] for line in metadata.requires("specnb") if "extra ==" not in line]
+    # Required packages only: their versions can change a result, a table or a figure.
+    requirements = [line for line in metadata.requires("specnb") if "extra ==" not in line]
+    required = [re.match(r"[\w.-]+", line)[0] for line in requirements]
     record = {
         "specnb": _version("specnb"),
         "git": git_state(Path(__file__).resolve().parent.parent),
@@ -66,35 +72,41 @@ def _version(distribution: str) -> str | None:
 
 
 def git_state(root: Path) -> dict[str, Any] | None:
-    """`{"commit", "dirty"}` of the checkout whose top is `root`; None without git, and for any other folder.
+    """Return `{"commit", "dirty"}` of the checkout with the root folder `root`; None if unknown.
 
-    `dirty` means uncommitted or untracked files outside `figures/` and `results/`, from which no run reads.
+    `dirty`: there are uncommitted or untracked files, except in `figures/` and `results/`, which
+    runs do not read.
     """
     if not (root / ".git").exists():
         return None
     command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=normal"]
     command += ["--", ".", ":(exclude)figures", ":(exclude)results"]
-    # a git hook exports GIT_DIR and friends, which point at its own repository
-    env = {k: v for k, v in os.environ.items() if not k.startswith("GIT_") or k.startswith("GIT_CONFIG")}
-    env["GIT_OPTIONAL_LOCKS"] = "0"  # runs side by side do not fight for the index
+    # Git hooks export GIT_DIR and others, which point to the hook's repository.
+    exported = [k for k in os.environ if k.startswith("GIT_") and not k.startswith("GIT_CONFIG")]
+    env = {k: v for k, v in os.environ.items() if k not in exported}
+    env["GIT_OPTIONAL_LOCKS"] = "0"  # concurrent runs do not wait for the index
     try:
         report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=20, env=env).decode()
     except (OSError, subprocess.SubprocessError):
         return None
-    commit = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", report, re.MULTILINE)  # "(initial)" before the first one
+    # "(initial)" before the first commit
+    commit = re.search(r"^# branch\.oid ([0-9a-f]{40,64})$", report, re.MULTILINE)
     changed = any(not line.startswith("#") for line in report.splitlines())
     return {"commit": commit[1] if commit else None, "dirty": changed}
 
 
 def _torch_facts() -> dict[str, Any]:
-    """Settings of torch that change numbers or speed, and the GPUs it sees; None if it was not imported here."""
+    """Return torch's settings that affect results or speed, and its GPUs; None if not imported."""
     torch = sys.modules.get("torch")
-    if not hasattr(torch, "get_num_threads"):  # absent, or its import is under way
+    if not hasattr(torch, "get_num_threads"):  # not imported, or not completely
         return {"torch": None, "gpu": None}
     settings = {
-        "threads": torch.get_num_threads(), "interop_threads": torch.get_num_interop_threads(),
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(), "cuda": torch.version.cuda,
-    }  # fmt: skip
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "cuda": torch.version.cuda,
+    }
     devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
-    return {"torch": settings, "gpu": [{"name": d.name, "memory_bytes": d.total_memory} for d in devices] or None}
+    gpus = [{"name": device.name, "memory_bytes": device.total_memory} for device in devices]
+    return {"torch": settings, "gpu": gpus or None}

@@ -1,7 +1,7 @@
 """Round, Generation, RunRecord: the only data schema. Every table and figure is a query over these.
 
-The grain is one `Round`: one cycle draft -> verify -> commit. Names are the field's (see the glossary in
-`specnb/__init__.py`); units sit in names (`_s` seconds).
+A record consists of rounds, cycles draft -> verify -> commit. The glossary in `specnb/__init__.py`
+defines the terms; names end in their unit (`_s`: seconds).
 """
 
 from collections.abc import Iterable
@@ -12,28 +12,31 @@ from pydantic import BaseModel, model_validator
 
 StopReason = Literal["eog", "length", "stop_string", "context"]
 
-REPEAT, LOOPING = 8, 0.3
-"""Tokens in a row that make a repeat, and the share of them from which on a text counts as looping."""
+REPEAT = 8
+"""Length of the token sequences whose repetition is counted."""
+LOOPING = 0.3
+"""A text loops if at least this share of its sequences occurred before."""
 LOOP = 4 * REPEAT
-"""Tokens in a row that stood in the text before: there it has begun to loop."""
+"""A loop starts with this many consecutive tokens that occurred before."""
 
 
 class Round(NamedTuple):
     """One cycle draft -> verify -> commit. A plain decoding step is a round with k = 0.
 
-    `n_accepted` of `k` drafted tokens were kept; `committed_ids` holds them and the correction or bonus token,
-    cut where generation ended inside the block. `accept_prob[j]` is the probability with which the rule would
-    accept draft j given that it was reached (greedy: 0 or 1). `width` is the number of tokens in the target call:
-    k + 1, in the first round k, whose first row of logits the prefill has given.
+    `n_accepted` of `k` draft tokens were accepted. `committed_ids` contains these and the
+    correction or bonus token, truncated where the generation ended. `accept_prob[j]` is the
+    probability that the rule accepts draft token j, given that it tests it (greedy: 0 or 1).
+    `width` is the number of tokens in the target's forward pass: k + 1, or k in the first round,
+    where the prefill computed the first row of logits.
 
-    `parents` is empty where the drafts are a chain. Of a tree it holds the index in `draft_ids` of the draft that each
-    follows, -1 for the newest committed token; `k` counts all nodes, `n_accepted` those of the one path that was
-    kept, so that n_accepted / k is no acceptance by position. That is in the same places for chains and trees:
-    `accept_prob[j]` is then the probability that one of the drafts at depth j + 1 below the path so far is kept, and
-    `n_tested` the number of positions that were put to the test. `accepted_nodes` are the indices that were kept.
+    `parents` is empty for a chain. For a tree, it contains for each draft token the index in
+    `draft_ids` of its parent, -1 for the newest committed token. `k` then counts all nodes and
+    `n_accepted` those of the accepted path, so n_accepted / k is not an acceptance rate by
+    position. Use `accept_prob[j]`, the probability that a node at depth j + 1 below the path so far
+    is accepted, and `n_tested`, the number of tested depths.
 
-    `draft_s + verify_s + rewind_s + other_s` is the wall time of the round; `forward_s` is the part of it that
-    was spent inside model forwards, the target's and the drafter's.
+    `draft_s + verify_s + rewind_s + other_s` is the wall time of the round; `forward_s` is the part
+    of it spent in forward passes of target and drafter.
     """
 
     index: int
@@ -52,22 +55,23 @@ class Round(NamedTuple):
 
     @property
     def accepted_nodes(self) -> tuple[int, ...]:
-        """Indices in `draft_ids` of the drafts that were kept, in order; in a tree the path from the root."""
+        """Indices in `draft_ids` of the accepted draft tokens, in order (tree: from the root)."""
         if not self.parents:
             return tuple(range(self.n_accepted))
-        # no two children of a node hold the same token, so the committed tokens are one path
-        below = {pair: node for node, pair in enumerate(zip(self.parents, self.draft_ids, strict=True))}
+        # The children of a node are distinct tokens, so the committed tokens identify one path.
+        edges = zip(self.parents, self.draft_ids, strict=True)
+        node_of = {edge: node for node, edge in enumerate(edges)}
         nodes = [-1]
         for token in self.committed_ids[: self.n_accepted]:
-            nodes.append(below[nodes[-1], token])
+            nodes.append(node_of[nodes[-1], token])
         return tuple(nodes[1:])
 
     @property
     def n_tested(self) -> int:
-        """Positions at which a draft was kept or rejected, each reached because those before it were kept.
+        """Number of positions (tree: depths) at which a draft token was accepted or rejected.
 
-        At the last of them drafts were rejected where this is more than `n_accepted`. A path that ran to its end, or
-        a generation that ended within it, rejected none.
+        It exceeds `n_accepted` by 1 if a draft token was rejected: not if all were accepted, nor if
+        the generation ended before.
         """
         if len(self.committed_ids) <= self.n_accepted:
             return self.n_accepted
@@ -77,37 +81,37 @@ class Round(NamedTuple):
 
 
 class Summary(BaseModel, frozen=True):
-    """What one generation comes to. Ratios are None where their denominator is zero."""
+    """Totals and ratios of one generation. A ratio is None if its denominator is zero."""
 
-    n_tokens: int  # the end-of-generation token included
+    n_tokens: int  # including the end-of-generation token
     n_rounds: int
     total_draft_tokens: int
     accepted_tokens: int
     acceptance_rate: float | None  # accepted_tokens / total_draft_tokens
-    tau: float | None  # tokens per target call, the extra one included: the speed-up of free drafts
-    tokens_per_s: float | None  # (n_tokens - 1) / (wall_s - prefill_s): prefill gives the first
-    estimated_speedup: float | None  # tokens_per_s * T(1); None where no plain step was timed
+    tau: float | None  # committed tokens per target forward pass: the speedup if drafting is free
+    tokens_per_s: float | None  # (n_tokens - 1) / (wall_s - prefill_s): prefill computes the first
+    estimated_speedup: float | None  # tokens_per_s * T(1); None if no plain step was timed
     wall_s: float
     prefill_s: float
     draft_s: float
     verify_s: float
     rewind_s: float
     other_s: float
-    repeated_share: float | None  # of the text's runs of 8 tokens those that stood in it before
-    overhead_share: float | None  # of wall_s - prefill_s what is not a model forward
+    repeated_share: float | None  # share of the text's 8-token sequences that occurred before
+    overhead_share: float | None  # share of wall_s - prefill_s outside of forward passes
     stop_reason: StopReason
     fallback: str | None
 
 
 class Generation(BaseModel, frozen=True, extra="forbid"):
-    """One prompt, its generated tokens and every round that made them.
+    """One prompt, the generated tokens, and the rounds that produced them.
 
-    `token_ids` are the generated ids only. `wall_s` runs from the first prefill token to the last commit and
-    contains `prefill_s`, which ends with the logits of the first generated token. `lossless` is False when a lossy
-    rule (typical acceptance) was used. `fallback` says why a drafter was not used, or not to the end. `k` is the
-    draft length, or the most that `controller` may choose where one chose it round by round. `translation` says how a
-    draft model of another vocabulary got to the target's, and how much the two share. `max_new_tokens` is None in
-    records from before it was kept.
+    `token_ids` excludes the prompt. `wall_s` lasts from the first prefill token to the last commit.
+    It includes `prefill_s`, which ends with the logits of the first generated token. `lossless` is
+    False if a lossy rule (typical acceptance) was used. `fallback` is the reason why drafting was
+    off or ended early. `k` is the draft length, or the maximum if a `controller` chose K in each
+    round. `translation` describes how a draft model's vocabulary was mapped to the target's, and
+    how much they share. `max_new_tokens` is None in older records.
 
     >>> step = Round(0, 2, 1, (5, 6), (5, 9), (1.0, 0.0), 0.1, 0.2, 0.0, 0.0, 0.3, 3)
     >>> done = Generation(prompt_ids=(1,), token_ids=(5, 9), rounds=(step,), wall_s=0.3, stop_reason="length")
@@ -142,7 +146,8 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
     def _rounds_make_the_tokens(self) -> "Generation":
         committed = tuple(token for r in self.rounds for token in r.committed_ids)
         if committed != self.token_ids:
-            raise ValueError(f"rounds commit {len(committed)} tokens, token_ids holds {len(self.token_ids)} others")
+            n = len(self.token_ids)
+            raise ValueError(f"rounds commit {len(committed)} tokens, which differ from {n} token_ids")
         return self
 
     @property
@@ -163,8 +168,12 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def repeated_share(self) -> float | None:
-        """Share of the runs of REPEAT tokens that stood before; None for a shorter text. Copiers win on loops."""
-        runs = [self.token_ids[i : i + REPEAT] for i in range(len(self.token_ids) - REPEAT + 1)]
+        """Share of sequences of REPEAT tokens that occurred before; None for shorter texts.
+
+        Prompt lookup is fast on loops.
+        """
+        starts = range(len(self.token_ids) - REPEAT + 1)
+        runs = [self.token_ids[i : i + REPEAT] for i in starts]
         return 1 - len(set(runs)) / len(runs) if runs else None
 
     @property
@@ -173,13 +182,14 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def loop_start(self) -> int:
-        """Index of the first token of the first LOOP tokens in a row that repeat earlier ones; the length if none do.
+        """Index of the first of LOOP consecutive tokens that occurred before; the length if none.
 
         >>> step = Round(0, 0, 0, (), (*range(50), *range(50)), (), 0, 1, 0, 0, 1, 1)
         >>> Generation(prompt_ids=(0,), token_ids=step[4], rounds=(step,), wall_s=1, stop_reason="length").loop_start
         50
         """
-        earlier, repeated = set(), 0
+        earlier = set()
+        repeated = 0
         for start in range(len(self.token_ids) - REPEAT + 1):
             run = self.token_ids[start : start + REPEAT]
             repeated = repeated + 1 if run in earlier else 0
@@ -189,8 +199,12 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
         return len(self.token_ids)
 
     def before_loop(self) -> tuple[int, float]:
-        """Return the tokens decoded after prefill up to `loop_start`, in whole rounds, and their seconds."""
-        n_tokens, seconds = 0, 0.0
+        """Return the number of tokens after prefill and before `loop_start`, and their seconds.
+
+        Counts whole rounds.
+        """
+        n_tokens = 0
+        seconds = 0.0
         for r in self.rounds:
             if n_tokens and n_tokens + len(r.committed_ids) > self.loop_start:
                 break
@@ -205,40 +219,45 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def n_decoded(self) -> int:
-        """Tokens made after prefill: all but the first, whose logits are the prefill's."""
+        """Tokens generated after prefill: all but the first, whose logits the prefill computes."""
         return max(0, len(self.token_ids) - 1)
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Decoding speed; None for fewer than two tokens."""
+        """Decoding speed without prefill; None for fewer than two tokens."""
         return self.n_decoded / self.decode_s if self.n_decoded and self.decode_s > 0 else None
 
     def summary(self, step_s: float | None = None) -> Summary:
-        """Counts, ratios and the time split.
+        """Return counts, ratios and times.
 
-        `step_s` is T(1), seconds of one plain decoding step of the same target: `estimated_speedup` needs it. It counts
-        what drafting and wider verification cost, which tau does not.
+        `step_s` is T(1), the seconds of one plain decoding step of the same target, from which
+        `estimated_speedup` is computed. Unlike tau, it includes the costs of drafting and of wider
+        verification.
         """
-        speed, times = self.tokens_per_s, ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
+        times = ("draft_s", "verify_s", "rewind_s", "other_s", "forward_s")
         seconds = {name: sum(getattr(r, name) for r in self.rounds) for name in times}
-        overhead_share = 1 - seconds["forward_s"] / self.decode_s if speed else None
-        estimated_speedup = speed * step_s if speed and step_s else None
+        forward_s = seconds.pop("forward_s")  # a part of draft_s and verify_s
+        shared = {name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)}
+        speed = self.tokens_per_s
         return Summary(
-            **{name: getattr(self, name) for name in Summary.model_fields if hasattr(self, name)},  # of one name here
-            **seconds,  # forward_s is left out: it is in draft_s and verify_s
-            n_tokens=len(self.token_ids), n_rounds=len(self.rounds), overhead_share=overhead_share,
-            estimated_speedup=estimated_speedup,
-        )  # fmt: skip
+            **shared,
+            **seconds,
+            n_tokens=len(self.token_ids),
+            n_rounds=len(self.rounds),
+            overhead_share=1 - forward_s / self.decode_s if speed else None,
+            estimated_speedup=speed * step_s if speed and step_s else None,
+        )
 
 
 def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
-    """Return counts and ratios over all rounds of generations. A ratio is None where there is no draft or no round.
+    """Return counts and ratios over all rounds of `generations`; None for a zero denominator.
 
     >>> pool_rounds([])
     {'drafted': 0, 'accepted': 0, 'acceptance_rate': None, 'tau': None}
     """
     rounds = [r for g in generations for r in g.rounds]
-    drafted, accepted = sum(r.k for r in rounds), sum(r.n_accepted for r in rounds)
+    drafted = sum(r.k for r in rounds)
+    accepted = sum(r.n_accepted for r in rounds)
     return {
         "drafted": drafted,
         "accepted": accepted,
@@ -248,7 +267,7 @@ def pool_rounds(generations: Iterable[Generation]) -> dict[str, Any]:
 
 
 class RunRecord(BaseModel, frozen=True, extra="forbid"):
-    """One run of one experiment: what was asked, where, and everything that was generated.
+    """One run of an experiment: its parameters, its provenance, and all generations.
 
     >>> now = datetime(2026, 1, 1)
     >>> run = RunRecord(run_id="r", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
@@ -264,6 +283,6 @@ class RunRecord(BaseModel, frozen=True, extra="forbid"):
     started: datetime
     ended: datetime
     generations: tuple[Generation, ...] = ()
-    measurements: dict[str, Any] = {}  # what is not a generation: cost curves, c
+    measurements: dict[str, Any] = {}  # other results, such as cost curves and c
     status: Literal["completed", "failed"] = "completed"
     error: str | None = None

@@ -1,28 +1,28 @@
-"""Names that a feature answers to, as text: a feature lives above the core and is still reachable from it.
+"""Registries of drafters and engines: names mapped to `"module:object"`, imported on first use.
 
-An entry is `"module:object"`; nothing is imported before it is asked for.
+They let the core reach features that are built on top of it.
 """
 
 from importlib import import_module
 from typing import Any
 
 DRAFTERS = {
-    "lookup": "specnb.draft.lookup:lookup_drafter",
-    "suffix": "specnb.draft.suffix:suffix_drafter",
     "auto": "specnb.measure.auto:auto_drafter",
+    "suffix": "specnb.draft.suffix:suffix_drafter",
+    "lookup": "specnb.draft.lookup:lookup_drafter",
+    "jump": "specnb.medusa.jump:jump_drafter",
+    "eagle": "specnb.medusa.jump:eagle_drafter",
+    "hydra": "specnb.medusa.drafter:hydra_drafter",
+    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
+    "medusa": "specnb.medusa.drafter:heads_drafter",
     "self": "specnb.draft.load:self_drafter",
     "exit": "specnb.draft.model:exit_drafter",
     "skip": "specnb.draft.model:skip_drafter",
-    "jump": "specnb.medusa.jump:jump_drafter",
-    "medusa": "specnb.medusa.drafter:heads_drafter",
-    "hydra": "specnb.medusa.drafter:hydra_drafter",
-    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
-    "eagle": "specnb.medusa.jump:eagle_drafter",
 }
-"""Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
+"""Drafters that need no model name (`--drafter` in the CLI). Called as `(target, **options)`."""
 
 ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:HfModel"}
-"""What opens models, by the `backend` of a name."""
+"""Classes that open models, by the `backend` of the model name."""
 
 CHECKS = {
     "self": "specnb.draft.load:refuse_copy",
@@ -32,11 +32,11 @@ CHECKS = {
     "redrafter": "specnb.medusa.drafter:check_heads",
     "eagle": "specnb.medusa.jump:check_jump",
 }
-"""What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""
+"""Checks that run before a model is opened. Called as `(target_name, **options)`."""
 
 
 def resolve(entry: str) -> Any:
-    """The object that `"module:object"` names.
+    """Import and return the object of a `"module:object"` entry.
 
     >>> resolve("specnb.registry:DRAFTERS")["medusa"]
     'specnb.medusa.drafter:heads_drafter'

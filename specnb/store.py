@@ -1,8 +1,8 @@
-"""Where records lie: one folder a run, `results/<experiment>/<run_id>/{run.json, rounds.parquet}`.
+"""Storage of records: a folder per run, `results/<experiment>/<run_id>/{run.json, rounds.parquet}`.
 
-`run.json` holds the record but for its rounds; `rounds.parquet` holds one row a round, lists as list columns.
-`run.json` carries the digest of its `rounds.parquet`, and its rename is the one step that replaces an old record: the
-new rounds lie beside the old ones until then. Everything else is a query (`query`) over these files.
+`rounds.parquet` has one row per round, with list columns; `run.json` has the rest of the record and
+the digest of `rounds.parquet`. Renaming `run.json` replaces an older record in one step: until then
+the new rounds are in a file of their own. All other access is by `query`.
 """
 
 import io
@@ -39,23 +39,34 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_BYTES = 1 << 30
-RUN, ROUNDS, OUTCOME = "run.json", "rounds.parquet", "outcome.json"
-NEW_ROUNDS = "rounds.{:.16}.new"
-"""The file with rounds of this digest until the `run.json` that names them is in place."""
+RUN = "run.json"
+ROUNDS = "rounds.parquet"
+OUTCOME = "outcome.json"
+NEW_ROUNDS = "rounds.{:.16}.next"
+"""File of the rounds with this digest until their `run.json` is written."""
+FAILED = ".failed"
+"""Subfolder for the record of a failed run whose folder has the record of a completed one."""
 SAVE_WAIT_S = 60.0
 
 CONTEXT = {
-    "prompt_id": str, "category": str, "target": str, "drafter": str, "rule": str, "temperature": float, "seed": int,
-}  # fmt: skip
-"""Fields that each round of a generation repeats, so that a query over rounds needs no join."""
+    "prompt_id": str,
+    "category": str,
+    "target": str,
+    "drafter": str,
+    "rule": str,
+    "temperature": float,
+    "seed": int,
+}
+"""Fields of a generation that its rounds repeat, so that queries over rounds need no join."""
 KEY = {"experiment": str, "run_id": str, "generation": int}
-SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "prompt_ids", "token_ids")]
+LISTS = ("rounds", "prompt_ids", "token_ids")
+SCALARS = [name for name in Generation.model_fields if name not in LISTS]
 
 
 def results_dir() -> Path:
-    """Return the folder of all records: `$SPECNB_RESULTS` (set for headless runs), else `results/` of the checkout.
+    """Return the folder of all records: `$SPECNB_RESULTS`, which headless runs set, or `results/`.
 
-    Without a checkout it is `results/` of the working folder.
+    `results/` is in the checkout, without one in the working directory.
     """
     if folder := os.environ.get("SPECNB_RESULTS"):
         return named_folder(folder)
@@ -64,35 +75,35 @@ def results_dir() -> Path:
 
 
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
-    """Return twelve hexadecimal digits that depend on the experiment (or notebook) name and the parameters only.
+    """Return twelve hexadecimal digits that identify an experiment (or notebook) and parameters.
 
-    1 and 1.0 are different values. Raises InputError for a value that JSON cannot hold.
+    1 and 1.0 are different values. Raises InputError for values that JSON does not support.
     """
     return digest([experiment, plain(params, "params")])[:12]
 
 
 def run_folder(results: Path, experiment: str, run_id: str) -> Path:
-    """Return `results/<experiment>/<run_id>`; InputError unless both names are plain (no separators, no first dot)."""
+    """Return `results/<experiment>/<run_id>`. Raises InputError for invalid folder names."""
     for noun, name in (("experiment", experiment), ("run_id", run_id)):
         if not NAME.fullmatch(name):
-            raise InputError(f"{noun} {name!r} cannot name a folder: use up to 128 of A-Z a-z 0-9 . _ -")
+            expected = "up to 128 of A-Z a-z 0-9 . _ -, the first a letter or digit"
+            raise InputError(f"{noun} {name!r} is not a folder name: use {expected}")
     return Path(results) / experiment / run_id
 
 
 def save(record: RunRecord, results: Path | None = None) -> Path:
-    """Write `record` and return its folder; an older record of the same run is replaced in one step.
+    """Write `record` and return its folder. Replaces an older record of the same run in one step.
 
-    A record of a failed run never replaces that of a completed one. It becomes `run.1.json` beside it (then 2, …), with
-    its rounds in the file `rounds.SHA256.new`; `load_record` and `query` do not read these.
+    The record of a failed run never replaces that of a completed one: it is written to the
+    subfolder `.failed`, which `query` ignores.
 
-    Without `results` (or with `results_dir()`) a notebook that runs headless writes into the folder of its own run,
-    `$SPECNB_RUN_FOLDER`, beside the executed notebook; a second record of another name goes into a folder below it.
-    Tuples in `params`, `provenance` and `measurements` come back as lists.
+    Without `results` (or with `results_dir()`), a headless notebook writes to the folder of its run,
+    `$SPECNB_RUN_FOLDER`, with the executed notebook; records with other ids go to subfolders.
+    Tuples in `params`, `provenance` and `measurements` are loaded as lists.
 
-    Another process that saves this run is waited for; files of saves that were killed are removed.
-
-    Raises InputError for what JSON cannot hold (NaN, a key that is not text, an object), for a folder that cannot be
-    written, and where another process saves this run for SAVE_WAIT_S; the old record then stays.
+    Waits up to SAVE_WAIT_S seconds for another process that saves this run, and removes the files
+    of killed saves. Raises InputError for values that JSON does not support (NaN, keys that are not
+    strings, objects), if the folder cannot be written, and if the wait is too long.
 
     >>> import tempfile
     >>> now = "2026-11-21T12:00:00Z"
@@ -103,54 +114,51 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     """
     import pyarrow.parquet as pq
 
+    # 1. Convert the record to JSON and Parquet.
     folder = folder_of(record, results)
     document = without_rounds(record)
-    table, buffer = _rounds_table(record), io.BytesIO()
+    table = _rounds_table(record)
+    buffer = io.BytesIO()
     pq.write_table(table, buffer)
     sha256 = digest(buffer.getvalue())
     document["rounds_parquet"] = {"rows": len(table), "sha256": sha256}
     lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    new = folder / NEW_ROUNDS.format(sha256)
-    reason = "another process saves this run there; save again"
+    reason = "another process saves this run; save again"
     with locked(folder / ".save.lock", reason, wait_s=SAVE_WAIT_S), writing(folder):
-        run = folder / RUN
-        with suppress(InputError):  # there is none yet, or it is damaged
-            if record.status != "completed" and load_record(folder).status == "completed":
-                run = folder / f"run.{1 + len([*folder.glob('run.*.json')])}.json"
+        # 2. Choose the folder.
+        place = folder
+        with suppress(InputError):  # no record yet, or a damaged one
+            if record.status == "failed" and load_record(folder).status == "completed":
+                place = folder / FAILED
+        # 3. Write the rounds, replace the record, and move the rounds to their name.
+        new = place / NEW_ROUNDS.format(sha256)
         write_atomic(new, buffer.getvalue())
-        write_atomic(run, f"{{\n{lines}\n}}\n".encode())
-        if run.name == RUN:
-            new.replace(folder / ROUNDS)
-        _remove_leftovers(folder)
+        write_atomic(place / RUN, f"{{\n{lines}\n}}\n".encode())
+        new.replace(place / ROUNDS)
+        # 4. Remove the files of killed saves.
+        for leftover in [*place.glob(".r*.tmp"), *place.glob(NEW_ROUNDS.format("*"))]:
+            leftover.unlink()
     return folder
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """Remove files of killed saves: temporary ones, and new rounds that no record here names."""
-    records = "".join(path.read_text("latin-1") for path in folder.glob("run*.json"))
-    for path in [*folder.glob(".r*.tmp"), *folder.glob(NEW_ROUNDS.format("*"))]:
-        if path.stem[-16:] not in records:  # a digest of rounds, or the end of a random name
-            path.unlink()
-
-
 def without_rounds(record: RunRecord) -> dict[str, Any]:
-    """Return the document of a record without the rounds, which are a table of their own. Raises as `save`."""
+    """Return a record as a JSON document without its rounds. Raises as `save`."""
     return plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
 
 
 def save_beside_figures(record: RunRecord, folder: Path) -> None:
-    """Write `records/RUN_ID.json` in a folder of figures: the record without its rounds. Raises as `save`."""
+    """Write the record without its rounds to `folder/records/RUN_ID.json`. Raises as `save`."""
     document = f"{json.dumps(without_rounds(record), indent=1)}\n"
     write_atomic(f"{run_folder(folder, 'records', record.run_id)}.json", document.encode())
 
 
 def folder_of(record: RunRecord, results: Path | None = None) -> Path:
-    """Return the folder of a record: where it lies below `results`, or will lie (see `save`)."""
+    """Return the folder to which `save` writes a record."""
     chosen = os.environ.get("SPECNB_RUN_FOLDER")
     if not chosen or (results is not None and Path(results).absolute() != results_dir()):
         return run_folder(results or results_dir(), record.experiment, record.run_id)
     folder = Path(chosen).absolute()
-    with suppress(InputError):  # there is none yet, or it is damaged
+    with suppress(InputError):  # no record yet, or a damaged one
         present = read_json(folder / RUN, MAX_BYTES)
         if (present.get("experiment"), present.get("run_id")) != (record.experiment, record.run_id):
             return run_folder(folder, record.experiment, record.run_id)
@@ -158,43 +166,50 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
 
 
 def figures_dir(record: RunRecord) -> Path:
-    """Return where a run's figures of `record` lie: in the folder of the headless run, whatever record they show."""
-    own = os.environ.get("SPECNB_RUN_FOLDER")
-    return (Path(own).absolute() if own else folder_of(record)) / "figures"
+    """Return the folder of a record's figures; in a headless run, of all its records' figures."""
+    run = os.environ.get("SPECNB_RUN_FOLDER")
+    return (Path(run).absolute() if run else folder_of(record)) / "figures"
 
 
 def load_record(folder: Path) -> RunRecord:
-    """Return the record that `save` wrote into `folder`. InputError names the file that cannot be used."""
+    """Load a record that `save` wrote to `folder`. Raises InputError with the invalid file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path, memory = Path(folder) / RUN, pa.BufferOutputStream()
+    path = Path(folder) / RUN
+    # Arrow's memory: an Arrow thread that frees Python's memory at exit would abort the process.
+    memory = pa.BufferOutputStream()
     with reading(path):
         document, rounds = _read(path)
-        memory.write(rounds)  # Arrow's own: a thread of Arrow that frees Python's at exit would abort the process
+        memory.write(rounds)
         del document["rounds_parquet"]
         for generation in document["generations"]:
             generation["rounds"] = []
         for row in pq.read_table(pa.BufferReader(memory.getvalue())).to_pylist():
-            values = {name: row[name] for name in Round._fields if name in row}  # older records lack some columns
+            # Older records lack some columns.
+            values = {name: row[name] for name in Round._fields if name in row}
             document["generations"][row["generation"]]["rounds"].append(values)
     return validated(RunRecord, document, str(path))
 
 
 def query(sql: str, results: Path | None = None, timeout_s: float | None = None) -> "pd.DataFrame":
-    """Run `sql` (duckdb) over all records below `results` (default `results_dir()`). It reaches no file and no network.
+    """Run `sql` (duckdb) on all records in `results` (default `results_dir()`).
 
-    Tables: `rounds` (one row a round, with `run_id`, `experiment`, `generation`), `generations` (the
-    scalar fields of each), `runs` (`params`, `provenance`, `measurements` as JSON text, times in UTC). Damaged
-    records are left out, with one warning that names them. Raises InputError when there are no others, when the SQL
-    fails, and when it takes more than `timeout_s`.
+    Tables: `rounds` (one row per round, with `run_id`, `experiment`, `generation`), `generations`
+    (their scalar fields), `runs` (`params`, `provenance` and `measurements` as JSON, times in UTC).
+    The query has no access to files and network. Damaged records are left out, with one warning
+    that names them. Raises InputError if there are no valid records, if the SQL fails, and if it
+    takes longer than `timeout_s`.
     """
     import duckdb
     import pandas as pd
     import pyarrow as pa
 
     results = results_dir() if results is None else Path(results)
-    runs, generations, rounds, damaged = [], [], [], []
+    runs = []
+    generations = []
+    rounds = []
+    damaged = []
     for path in sorted(results.rglob(RUN)):
         if any(part.startswith(".") for part in path.relative_to(results).parts):
             continue
@@ -204,20 +219,26 @@ def query(sql: str, results: Path | None = None, timeout_s: float | None = None)
             damaged.append(str(error))
             continue
         row = record.model_dump(exclude={"generations"}) | {"folder": str(path.parent)}
-        row |= {name: row[name].astimezone(UTC).replace(tzinfo=None) for name in ("started", "ended")}
-        runs.append(row | {name: json.dumps(row[name]) for name in ("params", "provenance", "measurements")})
+        for name in ("started", "ended"):
+            row[name] = row[name].astimezone(UTC).replace(tzinfo=None)
+        for name in ("params", "provenance", "measurements"):
+            row[name] = json.dumps(row[name])
+        runs.append(row)
         for key, generation in _keyed(record):
-            counts = {"n_tokens": len(generation.token_ids), "n_prompt_tokens": len(generation.prompt_ids)}
-            generations.append(key | generation.model_dump(include=set(SCALARS)) | counts)
+            row = key | generation.model_dump(include=set(SCALARS))
+            row["n_tokens"] = len(generation.token_ids)
+            row["n_prompt_tokens"] = len(generation.prompt_ids)
+            generations.append(row)
         rounds.append(_rounds_table(record))
     if damaged:
-        n = len(damaged) + len(runs)
-        warnings.warn(f"{len(damaged)} of {n} records left out: {'; '.join(damaged)}", stacklevel=2)
+        counts = f"{len(damaged)} of {len(damaged) + len(runs)}"
+        warnings.warn(f"{counts} records left out: {'; '.join(damaged)}", stacklevel=2)
     if not runs:
-        raise InputError(f"no records in {results}: make some with `specnb run`, or name another results folder")
+        raise InputError(f"no records in {results}: use `specnb run`, or choose another folder")
     columns = [*KEY, *SCALARS, "n_tokens", "n_prompt_tokens"]
     try:
-        with duckdb.connect(config={"enable_external_access": "false", "lock_configuration": "true"}) as connection:
+        config = {"enable_external_access": "false", "lock_configuration": "true"}
+        with duckdb.connect(config=config) as connection:
             connection.register("runs", pd.DataFrame(runs))
             connection.register("generations", pd.DataFrame(generations, columns=columns))
             connection.register("rounds", pa.concat_tables(rounds))
@@ -230,35 +251,37 @@ def query(sql: str, results: Path | None = None, timeout_s: float | None = None)
                 timer.cancel()
     except duckdb.InterruptException as error:
         limit = f"{timeout_s:g} s: simplify it, or raise the limit (--timeout-s)"
-        raise InputError(f"the query over {results} did not end within {limit}") from error
+        raise InputError(f"the query on {results} took longer than {limit}") from error
     except duckdb.Error as error:
-        raise InputError(f"the query over {results} failed: {error}") from error
+        raise InputError(f"the query on {results} failed: {error}") from error
 
 
 def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the content of the `run.json` at `path`, and the bytes of the rounds that it was written with."""
+    """Return the content of the `run.json` at `path`, and the bytes of its rounds."""
     rounds = path.with_name(ROUNDS)
-    for _attempt in range(3):  # a writer may be between its two steps
+    for _attempt in range(3):  # another process may replace the record at the same time
         document = read_json(path, MAX_BYTES)
         sha256 = document["rounds_parquet"]["sha256"]
         for file in (rounds, path.with_name(NEW_ROUNDS.format(sha256))):
             with suppress(InputError):
                 if digest(data := read_bytes(file, MAX_BYTES)) == sha256:
                     return document, data
-    raise InputError(f"{rounds} is missing or not the file that run.json was written with: run it again")
+    raise InputError(f"{rounds} is missing, or its digest differs from run.json's: repeat the run")
 
 
 def _rounds_table(record: RunRecord) -> "pa.Table":
-    """Return one row a round."""
+    """Return a table with one row per round."""
     import pyarrow as pa
 
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     types |= {tuple[kind, ...]: pa.list_(types[kind]) for kind in (int, float)}
-    fields, rows = KEY | CONTEXT | {"k_asked": int} | get_type_hints(Round), []
+    fields = KEY | CONTEXT | {"k_asked": int} | get_type_hints(Round)
+    rows = []
     for key, generation in _keyed(record):
-        shared = key | {name: getattr(generation, name) for name in CONTEXT} | {"k_asked": generation.k}
+        shared = key | generation.model_dump(include=set(CONTEXT)) | {"k_asked": generation.k}
         rows += (shared | round_._asdict() for round_ in generation.rounds)
-    return pa.Table.from_pylist(rows, schema=pa.schema({name: types[kind] for name, kind in fields.items()}))
+    schema = pa.schema({name: types[kind] for name, kind in fields.items()})
+    return pa.Table.from_pylist(rows, schema=schema)
 
 
 def _keyed(record: RunRecord) -> Iterator[tuple[dict[str, Any], Generation]]:

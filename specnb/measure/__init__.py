@@ -1,4 +1,4 @@
-"""What speculation costs and whether it pays: cost curves, recordings and their replay, paired benchmarks, forks.
+"""Costs of speculation: cost curves, recordings and their replay, paired benchmarks, forks.
 
-It knows models by their protocol, and shows nothing: tables and figures are `book`.
+Uses models by their protocol; tables and figures are in `book`.
 """

@@ -1,7 +1,8 @@
-"""Controllers of the draft length side by side: replayed on every content and machine, live as the check.
+"""Compare controllers of the draft length: replayed for every content and machine, checked live.
 
-The measurement behind notebook 02. All replays are greedy. They are exact but for controllers that read a draft
-model's confidence: after a wrong draft these get the confidence along the target's text.
+The experiment of notebook 02. All replays are greedy. They are exact, except for controllers that
+read a draft model's confidence: after a wrong draft token these get the confidence along the
+target's text.
 """
 
 from collections import Counter
@@ -28,29 +29,29 @@ from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "02_adaptive_k"
 SWITCHING = "switching conversation"
-"""One conversation whose answers switch between prose, code and JSON: what a controller has to follow."""
+"""A conversation whose answers switch between prose, code and JSON."""
 STREAM = "all of them in turn"
 PREFIX = "turns."
-"""Of the ids of questions, so that their recordings can be told from those of prompts."""
+"""Prefix of the ids of a conversation's questions, which distinguishes their recordings."""
 
 
 class ControllerStudy(NamedTuple):
-    """The record, and the trace that everything replayed in it comes from."""
+    """The record of the experiment, and the trace from which its replays were computed."""
 
     record: RunRecord
     trace: Trace
 
 
 def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
-    """Fresh controllers by their full names, the cost-aware one told what rounds cost."""
+    """Return new controllers by full name; the cost-aware one uses `cost`."""
     fresh = [make(cost, k_max) for make in CONTROLLERS.values()]
     return {control.name: control for control in fresh}
 
 
 def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
-    """Generate, follow every drafter, replay every controller on every machine, run some live.
+    """Generate, record every drafter, replay every controller on every machine, run some live.
 
-    What was generated before an error is saved as a failed run.
+    If an error occurs, the generations so far are saved as a failed run.
     """
     for name in params.machines:
         require_known("machine", name, known_machines())
@@ -58,7 +59,9 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         target = study.open_target(params.target)
         study.drafters += map(study.open_drafter, params.drafters)
         require_followed(study.drafters)
-        todo = study.chosen + (questions(params.conversations) if target.vocab.chat_template else [])
+        todo = list(study.chosen)
+        if target.vocab.chat_template:
+            todo += questions(params.conversations)
         check_prompts(target, todo, params.max_new_tokens)
         costs = study.time_forwards(params.k_max)
         study.measured["c"] = study.measured["cs"]
@@ -66,13 +69,12 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
         for done, prompt in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}: generate and follow")
             generation = study.decode(prompt)
-            if switches(generation):  # the category of a question is what its answer turned out to be
+            if switches(generation):  # the answer's kind is the category
                 kind = detect(prompt.messages[-1].content, generation.text)
                 generation = generation.model_copy(update={"category": kind})
             study.generations.append(generation)
-            recordings += follow(
-                target, study.drafters, generation, k_max=params.k_max, max_new_tokens=params.max_new_tokens
-            )
+            limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
+            recordings += follow(target, study.drafters, generation, **limits)
         trace = Trace(tuple(recordings))
         study.measured |= {
             "replay": list(_replayed(trace, costs, params.machines, params.k_max)),
@@ -84,7 +86,7 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
 
 
 def switches(text: Generation | Recording) -> bool:
-    """Whether it answers a conversation's question."""
+    """Return whether the prompt is a question of a conversation."""
     return text.prompt_id.startswith(PREFIX)
 
 
@@ -93,18 +95,20 @@ def _content(text: Generation | Recording) -> str:
 
 
 def _live(study: Experiment, trace: Trace, costs: Mapping[str, Cost], progress: Progress) -> Iterator[Generation]:
-    """The first prompts of the first contents with every controller, fresh for each prompt.
+    """Generate the first prompts of the first contents with new instances of every controller.
 
-    Notes in `draft_forks` the first draft of a draft model that differs from the replay, with margin and noise.
+    Adds to `draft_forks` the first token of a draft model that differs from the replay.
     """
     params = study.params
-    contents = list(dict.fromkeys(prompt.category for prompt in study.chosen))[: params.live_contents]
-    live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
-    for at, (prompt, drafter) in enumerate(product(live, study.drafters)):
+    contents = list(dict.fromkeys(prompt.category for prompt in study.chosen))
+    live = first_of_each(study.chosen, params.live_prompts)
+    live = [prompt for prompt in live if prompt.category in contents[: params.live_contents]]
+    todo = list(product(live, study.drafters))
+    for done, (prompt, drafter) in enumerate(todo):
         (recording,) = trace.select(prompt_id=prompt.id, drafter=drafter.name).recordings
         cost = costs[drafter.name]
         for name, control in controllers(cost, params.k_max).items():
-            progress(at, len(live) * len(study.drafters), f"{prompt.id} live: {name}")
+            progress(done, len(todo), f"{prompt.id} live: {name}")
             generation = study.decode(prompt, drafter=drafter, k=control)
             yield generation
             if isinstance(drafter, ModelDrafter):
@@ -115,17 +119,17 @@ def _live(study: Experiment, trace: Trace, costs: Mapping[str, Cost], progress: 
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
-    """One row per machine, drafter, content (the switching conversation is one) and policy, fixed K's and oracle.
+    """Yield a row for each machine, drafter, content (one is the conversation) and policy.
 
-    `speedup` is over plain decoding in the same engine.
-    `seconds` are those of each text, in order; the oracle has none.
+    The policies are the controllers, the best fixed K and the oracle. `speedup` is over plain
+    decoding in the same engine, `seconds` are those of each text (not for the oracle).
     """
     ks = range(k_max + 1)
     for drafter, drafter_cost in costs.items():
-        contents = {}
+        groups = {}
         for recording in trace.select(drafter=drafter).recordings:
-            contents.setdefault(_content(recording), []).append(recording)
-        contents = {name: group for name, group in contents.items() if any(r.n_tokens > 1 for r in group)}
+            groups.setdefault(_content(recording), []).append(recording)
+        contents = {c: group for c, group in groups.items() if any(r.n_tokens > 1 for r in group)}
         exact = {content: [every_k(r, ks) for r in group] for content, group in contents.items()}
         for machine, cost in machines(drafter_cost, names).items():
             for content, group in contents.items():
@@ -133,59 +137,69 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
                 plain = sum(r.n_tokens - 1 for r in group) * cost.step_s
                 fixed = [[counts[k].seconds(cost) for counts in exact[content]] for k in ks]
                 best = min(ks, key=lambda k: sum(fixed[k]))
-                timed = {f"best fixed K = {best}": fixed[best]}
-                for name, control in controllers(cost, k_max).items():  # each keeps what it learns from text to text
-                    timed[name] = [counts_of(r, walk_recording(r, control)).seconds(cost) for r in group]
-                for at, (name, seconds) in enumerate(timed.items()):
-                    row = {"policy": name, "kind": "controller" if at else "fixed", "seconds": seconds}
+                rows = [(f"best fixed K = {best}", "fixed", fixed[best])]
+                for name, control in controllers(cost, k_max).items():  # they learn across texts
+                    walks = [(r, walk_recording(r, control)) for r in group]
+                    rows.append((name, "controller", [counts_of(r, w).seconds(cost) for r, w in walks]))
+                for name, kind, seconds in rows:
+                    row = {"policy": name, "kind": kind, "seconds": seconds}
                     yield common | row | {"speedup": plain / sum(seconds)}
                 bound = sum(oracle(r, cost, k_max)[1] for r in group)
                 yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}
 
 
 def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
-    """One row per machine and content: the router over all drafters, and the best of them at its best K in hindsight.
+    """Yield a row for each machine and content: the router, and the best drafter and K.
 
-    The router goes through all texts in turn as one stream and keeps what it learns; `seconds`, `plain_s` and `best_s`
-    are those of each text, a draft model's own prefill included. The stream as a whole is one more row, whose `best_s`
-    are of one drafter and K.
+    The router processes all texts as one stream and learns across them. `seconds`, `plain_s` and
+    `best_s` are those of each text, including a draft model's prefill. The whole stream is one more
+    row, with a single drafter and K in `best_s`. The best are known in hindsight only.
     """
-    counts = {name: [every_k(r, range(k_max + 1)) for r in trace.select(drafter=name).recordings] for name in costs}
+    ks = range(k_max + 1)
+    counts = {name: [every_k(r, ks) for r in trace.select(drafter=name).recordings] for name in costs}
     for machine in machines(next(iter(costs.values())), names):
+        # 1. Route all texts; compute the time of every drafter and K on them.
         here = {name: machines(cost, names)[machine] for name, cost in costs.items()}
         step_s = next(iter(here.values())).step_s
         routed = list(route(trace.recordings, here, k_max=k_max))
         fixed = {
             f"{name}, K = {k}": [
-                of_text[k].seconds(here[name]) + text.prompt_s[name] * bool(k)
+                of_text[k].seconds(here[name]) + (text.prompt_s[name] if k else 0.0)
                 for of_text, text in zip(of_drafter, routed, strict=True)
             ]
             for name, of_drafter in counts.items()
-            for k in range(k_max + 1)
+            for k in ks
         }
-        for content in (*dict.fromkeys(_content(text.recording) for text in routed), STREAM):
-            places = [i for i, text in enumerate(routed) if content in (_content(text.recording), STREAM)]
-            plain_s = [step_s * (routed[i].recording.n_tokens - 1) for i in places]
+        # 2. Compare them on each content, and on the stream.
+        contents = [_content(text.recording) for text in routed]
+        for content in (*dict.fromkeys(contents), STREAM):
+            texts = [i for i, of_text in enumerate(contents) if content in (of_text, STREAM)]
+            plain_s = [step_s * (routed[i].recording.n_tokens - 1) for i in texts]
             if not any(plain_s):  # nothing to decode
                 continue
-            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in places))
+            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in texts))
             yield {
-                "machine": machine, "content": content, "best": best, "best_s": [fixed[best][i] for i in places],
-                "seconds": [sum(routed[i].round_s) for i in places], "plain_s": plain_s,
-                "arms": dict(Counter(arm for i in places for arm in routed[i].arms)),
-            }  # fmt: skip
+                "machine": machine,
+                "content": content,
+                "best": best,
+                "best_s": [fixed[best][i] for i in texts],
+                "seconds": [sum(routed[i].round_s) for i in texts],
+                "plain_s": plain_s,
+                "arms": dict(Counter(arm for i in texts for arm in routed[i].arms)),
+            }
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:
-    """The measured costs of this machine that a record of this experiment was replayed with."""
-    return Cost(CostCurve.model_validate(record.measurements["verify_curve"]), record.measurements["c"][drafter])
+    """Return the measured costs of this machine with which the record's replays were computed."""
+    curve = CostCurve.model_validate(record.measurements["verify_curve"])
+    return Cost(curve, record.measurements["c"][drafter])
 
 
 def questions(limit: int) -> list[Prompt]:
-    """The first `limit` conversations, cut behind each question of the user: one prompt a question, in order."""
+    """Return a prompt for each question of the first `limit` conversations, in order."""
     talks = read_jsonl(project_dir() / "data" / "switching" / "conversations.jsonl")[:limit]
     return [
-        asked.model_copy(update={"id": f"{PREFIX}{talk.id}-{turn}"})
+        prompt.model_copy(update={"id": f"{PREFIX}{talk.id}-{turn}"})
         for talk in talks
-        for turn, asked in enumerate(turns_of(talk), start=1)
+        for turn, prompt in enumerate(turns_of(talk), start=1)
     ]

@@ -1,7 +1,8 @@
-"""The baseline: the fastest plain decoding of the same weights on this machine, whichever engine it is.
+"""The baseline: the fastest plain decoding of the same weights on this machine, in any engine.
 
-A shipped file of the zoo has 4 or 8 bits a weight. Its 16- and 32-bit forms, in llama.cpp and in torch, hold the same
-values (16 bits round them once more), so that plain decoding of the shipped file is the baseline of all of them.
+The shipped files of the zoo have 4 or 8 bits per weight. Their 16- and 32-bit forms, in llama.cpp
+and in torch, have the same values (rounded once more to 16 bits). Plain decoding of the shipped
+file is therefore a baseline of all forms.
 """
 
 from collections.abc import Sequence
@@ -20,16 +21,16 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOKENS = 24
-"""Length of a timed answer."""
+"""Number of timed tokens."""
 MOST_BYTES = 1 << 30
-"""Weights beyond which no model is dequantised into torch for the comparison's sake."""
+"""Models with larger weights are not dequantized to torch for the comparison."""
 
 
 class Baseline(BaseModel, frozen=True):
-    """Plain decoding of a target's weights in tokens a second: the fastest, and that of the target as it was opened.
+    """Plain decoding speed of a target's weights: the fastest, and that of the target as opened.
 
-    `baseline_engine` is engine and type of the fastest. `baseline_note` says why another engine was not timed. Without
-    an engine, as of a record from before it was asked, a speed-up is over the same engine.
+    `baseline_engine` is the fastest engine and type; `baseline_note` tells why another engine was
+    not timed. Older records have no baseline: their speedups are over the same engine.
     """
 
     baseline_engine: str | None = None
@@ -39,50 +40,65 @@ class Baseline(BaseModel, frozen=True):
 
     @property
     def share(self) -> float:
-        """Rate of the target over that of the baseline, 1 at most: it makes a speed-up one over the baseline."""
-        return self.plain_tokens_per_s / self.baseline_tokens_per_s if self.baseline_engine else 1.0
+        """Speed of the target over that of the baseline, at most 1.
+
+        Multiplied by it, a speedup over the same engine becomes one over the baseline.
+        """
+        if not self.baseline_engine:
+            return 1.0
+        return self.plain_tokens_per_s / self.baseline_tokens_per_s
 
     def over(self, table: "pd.DataFrame") -> "pd.DataFrame":
-        """Return a table of speed-ups over the same engine as one over the baseline, the others beside it.
+        """Convert a table of speedups over the same engine to speedups over the baseline.
 
-        The intervals do not count that the share was measured, too.
+        The former are in the column `speedup_same_engine`. The intervals do not include the
+        uncertainty of the share.
         """
-        return table.assign(speedup_same_engine=table["speedup"], **table[["speedup", "low", "high"]] * self.share)
+        over_baseline = table[["speedup", "low", "high"]] * self.share
+        return table.assign(speedup_same_engine=table["speedup"], **over_baseline)
 
     def __str__(self) -> str:
-        rates = f"{self.baseline_tokens_per_s:.1f} tokens/s, by the target as opened {self.plain_tokens_per_s:.1f}"
+        rates = f"{self.baseline_tokens_per_s:.1f} tokens/s"
+        rates += f", by the target as opened {self.plain_tokens_per_s:.1f}"
         return f"plain decoding, {self.baseline_engine}: {rates}. {self.baseline_note or ''}"
 
 
 def find_rivals(name: str) -> list[str]:
-    """Return the names under which the weights of `name` may decode faster.
+    """Return other model names with the weights of `name` that may decode faster.
 
-    Those are the GGUF as llama.cpp opens it by default, and in torch in the type `auto`, if that is int4 or nothing
-    but llama.cpp is left. Of a zoo's 16- or 32-bit form it is the shipped file. A model made in memory has no rival.
+    They are the GGUF file in llama.cpp, and in torch with the type `auto`: for a target in torch
+    only if that is int4. A 16- or 32-bit form of the zoo is replaced by the shipped file. Models
+    in memory have no rivals.
 
     >>> find_rivals("smollm2-135m:q8_0?backend=hf&dtype=float32"), find_rivals("hf:ORG/NAME")
     (['smollm2-135m:q8_0'], [])
     """
     try:
         spec = parse(name)
-    except InputError:  # made in memory
+    except InputError:  # a model in memory
         return []
-    shared = {key: value for key, value in spec.options.items() if key in ("n_ctx", "threads", "revision")}
-    if spec.where == "hf":
-        return [parse(spec.source, backend="hf", dtype="auto", **shared).text] if spec.backend == "llama" else []
+    if spec.where == spec.backend == "hf":
+        return []
+    options = ("n_ctx", "threads", "revision")
+    shared = {key: value for key, value in spec.options.items() if key in options}
     source = without_wide_type(spec.source) if spec.where == "zoo" else spec.source
-    rivals = [parse(source, **shared), parse(source, backend="hf", dtype="auto", **shared)]
-    if spec.backend == "hf" and rivals[1].options["dtype"] != "int4":
-        del rivals[1]
-    return [rival.text for rival in rivals if rival[1:] != spec[1:]]
+    in_torch = parse(source, backend="hf", dtype="auto", **shared)
+    if spec.where == "hf":
+        return [in_torch.text]
+    rivals = [parse(source, **shared)]
+    if spec.backend != "hf" or in_torch.options["dtype"] == "int4":
+        rivals.append(in_torch)
+    return [rival.text for rival in rivals if rival._replace(text=spec.text) != spec]
 
 
 def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Baseline:
-    """Time plain decoding of a target and of its rivals on each prompt in turn, TOKENS tokens each, after a warm-up.
+    """Time plain decoding of TOKENS tokens for a target and its rivals, prompt by prompt.
 
-    A rival that cannot be opened in addition to the target is not timed. Resets the target.
+    The first prompt also serves as warm-up. Rivals that cannot be opened in addition to the target
+    are not timed. Resets the target.
     """
-    models, notes = [target], []
+    models = [target]
+    notes = []
     with ExitStack() as opened:
         for name in find_rivals(target.name):
             spec = parse(name)
@@ -96,7 +112,10 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
             [generate(model, prompt, max_new_tokens=TOKENS, ignore_eog=True) for model in models]
             for prompt in (prompts[0], *prompts)
         ]
-        rates = [sum(g.n_decoded for g in of) / sum(g.decode_s for g in of) for of in zip(*rounds[1:], strict=True)]
+        del rounds[0]  # warm-up
+        rates = []
+        for runs in zip(*rounds, strict=True):
+            rates.append(sum(g.n_decoded for g in runs) / sum(g.decode_s for g in runs))
         engines = [f"{model.caps.engine} {model.caps.dtype}" for model in models]
         rate, engine = max(zip(rates, engines, strict=True))
         return Baseline(

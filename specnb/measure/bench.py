@@ -1,4 +1,4 @@
-"""Side-by-side timing: the same prompts through several methods, interleaved, with intervals over prompts."""
+"""Interleaved timing of several methods on the same prompts, with intervals over prompts."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,20 +21,20 @@ from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
 
 FEWEST = 5
-"""Prompts below which no interval is given: how much fewer of them spread is hardly known."""
+"""The fewest prompts for an interval: fewer give no useful estimate of the variance."""
 NORMAL = 1.959964
-"""Standard errors of a 95 % interval; all intervals are of 95 %."""
+"""Half width of a 95 % interval in standard errors; all intervals are 95 % intervals."""
 TERMS = {
     1: (NORMAL, 2.372271, 2.822499, 2.555850, 1.589534),
     3: (2.393980, 4.028553, 6.456963, 7.925300, 6.962609),
     6: (2.638257, 5.250397, 9.800091, 13.984543, 14.444844),
 }
-"""Of Student's quantile, by how many things were tried of which one is shown. K's in a row gain and lose alike:
-24 of them count as six."""
+"""Coefficients of Student's quantile, by the number of alternatives of which the best is reported.
+Results of adjacent K are correlated: 24 of them count as six."""
 
 
 class Interval(NamedTuple):
-    """A statistic with its 95 % interval over prompts."""
+    """A statistic and its 95 % interval over prompts."""
 
     value: float
     low: float
@@ -42,78 +42,92 @@ class Interval(NamedTuple):
 
 
 Statistic = Callable[[np.ndarray], float]
-"""Rows of observations `(n, columns)`, one row a prompt -> one number."""
+"""Maps observations `(n, columns)`, one row per prompt, to a number."""
 
 
-def interval(rows: Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
-    """Student's interval over rows, of a ratio on a logarithmic scale; NaN ends for fewer than FEWEST rows.
+def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
+    """Return a statistic of rows with its interval; the ends are NaN for fewer than FEWEST rows.
 
-    `log=False` is for a statistic that may be 0 or negative. See `ends`.
+    The scale is logarithmic, for ratios, unless `log=False`: for statistics that may be 0 or
+    negative. See `ends`.
     """
     data = np.asarray(rows, dtype=np.float64)
-    value, n = float(statistic(data)), len(data)
+    value = float(statistic(data))
+    n = len(data)
     if n < FEWEST:
         return Interval(value, nan, nan)
     without = np.array([statistic(np.delete(data, i, axis=0)) for i in range(n)])
-    return Interval(value, *map(float, ends(np.asarray(value), without, log=log)))
+    low, high = ends(np.asarray(value), without, log=log)
+    return Interval(value, float(low), float(high))
 
 
 def ends(value: np.ndarray, without: np.ndarray, *, log: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Both ends around `value (…)`, from the values `without (n, …)` each row: the jackknife with Student's t.
+    """Return the jackknife interval (Student's t) around `value (…)`.
 
-    Its spread is not shrunk by (n - 1) / n (MacKinnon & White 1985, HC3): so 5 or 12 prompts are covered 93 to 97 % of
-    the time, with log speed-ups that spread by up to 0.4 and lengths by 0.5. Where one prompt in five alone brings the
-    gain, 5 prompts cover it in about 75 %.
+    `without (n, …)` are the values without each row. The variance is not multiplied by (n - 1) / n
+    (MacKinnon & White 1985, HC3). With 5 or 12 prompts, the coverage is 93 to 97 % for standard
+    deviations of up to 0.4 (log speedups) and 0.5 (log lengths). If one prompt in five accounts for
+    the whole gain, it is about 75 % with 5 prompts.
     """
-    scale, back = (np.log, np.exp) if log else (np.asarray, np.asarray)
+    scale, inverse = (np.log, np.exp) if log else (np.asarray, np.asarray)
     middle = scale(value)
     half = student_t(len(without) - 1) * np.sqrt(((scale(without) - middle) ** 2).sum(0))
-    return back(middle - half), back(middle + half)
+    return inverse(middle - half), inverse(middle + half)
 
 
 def student_t(df: float, tried: int = 1) -> float:
-    """Student's two-sided quantile at 1 - 0.05 / tried (Abramowitz & Stegun 26.7.5), of numbers or of arrays.
+    """Return Student's two-sided quantile at 1 - 0.05 / tried, for `df` degrees of freedom.
 
-    Within 0.3 % from 4 degrees of freedom on. `tried` is one of TERMS.
+    Accurate to 0.3 % for df >= 4 (Abramowitz & Stegun 26.7.5). `df` may be an array, `tried` is a
+    key of TERMS.
     """
     return sum(term / df**power for power, term in enumerate(TERMS[tried]))
 
 
 def widen(best: pd.DataFrame, tried: int) -> pd.DataFrame:
-    """Widen the intervals of speed-ups that are each the best of `tried` on the same `n_prompts` (Bonferroni).
+    """Widen the intervals of speedups, each the best of `tried` on `n_prompts` (Bonferroni).
 
-    Where none of three gains, the best one's own interval lies above 1 in 4 to 5 % of cases, this one in 1.7 to 2.9 %,
-    and in 3.5 % where the three gain and lose independently.
+    If none of three alternatives gains, the interval of the best one is above 1 in 4 to 5 % of
+    cases. The widened one is above 1 in 1.7 to 2.9 %, or 3.5 % if the three are independent.
     """
     df = best["n_prompts"] - 1
     power = student_t(df, tried) / student_t(df)
-    return best.assign(**{end: best["speedup"] * (best[end] / best["speedup"]) ** power for end in ("low", "high")})
+    speedup = best["speedup"]
+    wider = {end: speedup * (best[end] / speedup) ** power for end in ("low", "high")}
+    return best.assign(**wider)
 
 
 def wilson(rate: float, n: float, z: float) -> tuple[float, float]:
-    """Both ends of Wilson's interval (1927) of a rate over `n` trials, `z` standard errors wide on each side."""
-    middle, width = rate + z * z / (2 * n), 1 + z * z / n
+    """Return Wilson's interval (1927) of a rate over `n` trials, +- `z` standard errors."""
+    width = 1 + z * z / n
+    middle = rate + z * z / (2 * n)
     spread = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
-    return max(0.0, min(rate, (middle - spread) / width)), min(1.0, max(rate, (middle + spread) / width))
+    low = (middle - spread) / width
+    high = (middle + spread) / width
+    return max(0.0, min(rate, low)), min(1.0, max(rate, high))
 
 
 def rate_ratio(rows: np.ndarray) -> float:
-    """Speed-up from rows (tokens, seconds, baseline tokens, baseline seconds): ratio of the two total rates."""
+    """Return the speedup of rows (tokens, seconds, baseline tokens, baseline seconds).
+
+    It is the ratio of total tokens per total seconds.
+    """
     tokens, seconds, base_tokens, base_seconds = rows.sum(axis=0)
     return float((tokens / seconds) / (base_tokens / base_seconds))
 
 
 def rate(rows: np.ndarray) -> float:
-    """Tokens a second from rows (tokens, seconds): total over total."""
-    return float(np.divide(*rows.sum(axis=0)))
+    """Return total tokens per total seconds of rows (tokens, seconds)."""
+    tokens, seconds = rows.sum(axis=0)
+    return float(tokens / seconds)
 
 
 Method = Callable[[Any], Generation | Sequence[int]]
-"""A prompt -> a Generation, or the generated ids of a foreign method, whose wall time is then taken here."""
+"""Maps a prompt to a Generation or, for methods of other libraries, to the generated token ids."""
 
 
 class Timed(NamedTuple):
-    """One run of one method on one prompt; `wall_s` is the whole call, prefill included."""
+    """A run of a method on a prompt; `wall_s` is the time of the whole call, including prefill."""
 
     method: str
     prompt: int
@@ -127,24 +141,24 @@ class Timed(NamedTuple):
 def interleaved(
     methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1, progress: Progress = silent
 ) -> Iterator[Timed]:
-    """Run every method on every prompt in rotating order, and beforehand, uncounted, on the first prompt."""
+    """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
     names = list(methods)
     order = [
-        (repeat, at, names[(at + repeat + turn) % len(names)])
+        (repeat, index, names[(index + repeat + turn) % len(names)])
         for repeat in range(repeats)
-        for at in range(len(prompts))
+        for index in range(len(prompts))
         for turn in range(len(names))
     ]
     for run in methods.values():
         run(prompts[0])
-    for done, (repeat, at, name) in enumerate(order):
-        progress(done, len(order), f"timing {name}, prompt {at + 1} of {len(prompts)}")
-        began = perf_counter()
-        result = methods[name](prompts[at])
-        wall_s = perf_counter() - began
+    for done, (repeat, index, name) in enumerate(order):
+        progress(done, len(order), f"timing {name}, prompt {index + 1} of {len(prompts)}")
+        start_s = perf_counter()
+        result = methods[name](prompts[index])
+        wall_s = perf_counter() - start_s
         generation = result if isinstance(result, Generation) else None
         ids = tuple(generation.token_ids if generation else result)
-        yield Timed(name, at, repeat, len(ids), wall_s, ids, generation)
+        yield Timed(name, index, repeat, len(ids), wall_s, ids, generation)
 
 
 def compare(
@@ -155,11 +169,11 @@ def compare(
     repeats: int = 1,
     progress: Progress = silent,
 ) -> pd.DataFrame:
-    """Time `methods` on `prompts` against `baseline`, one of them; one row a method.
+    """Time `methods` on `prompts` and compare them with `baseline`, one of them.
 
-    Columns: method, tokens_per_s, speedup with low and high (an interval over prompts, paired with the baseline on
-    the same prompt), tau and acceptance_rate where the method returns a Generation, identical (prompts whose tokens
-    equal the baseline's), n_prompts.
+    Returns a row for each method: method, tokens_per_s, speedup with low and high (interval over
+    prompts, paired with the baseline on the same prompt), tau and acceptance_rate if the method
+    returns a Generation, identical (number of prompts with the baseline's tokens), n_prompts.
 
     >>> from functools import partial
     >>> from specnb.decode.generate import generate
@@ -174,36 +188,48 @@ def compare(
 
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
-    """The table of `compare` from runs that are there already: of all prompts, or of some of them."""
-    repeats = {"n_tokens": "first", "wall_s": "median", "token_ids": "first"}  # of one method on one prompt
-    by_prompt = pd.DataFrame(runs, columns=Timed._fields).groupby(["method", "prompt"], sort=False).agg(repeats)
+    """Return the table of `compare` for completed runs, which may be of some prompts only."""
+    repeats = {"n_tokens": "first", "wall_s": "median", "token_ids": "first"}
+    frame = pd.DataFrame(runs, columns=Timed._fields)
+    by_prompt = frame.groupby(["method", "prompt"], sort=False).agg(repeats)
     rows = []
     for name in by_prompt.index.unique("method"):
-        pairs = by_prompt.loc[name].merge(by_prompt.loc[baseline], on="prompt", suffixes=("", "_plain"))
-        times = pairs[["n_tokens", "wall_s", "n_tokens_plain", "wall_s_plain"]].to_numpy(float)
+        plain = by_prompt.loc[baseline]
+        both = by_prompt.loc[name].merge(plain, on="prompt", suffixes=("", "_plain"))
+        times = both[["n_tokens", "wall_s", "n_tokens_plain", "wall_s_plain"]].to_numpy(float)
         value, low, high = interval(times, rate_ratio)
         counts = pool_rounds([run.generation for run in runs if run.method == name and run.generation])
-        rows.append({
-            "method": name, "tokens_per_s": rate(times[:, :2]), "speedup": value, "low": low, "high": high,
-            "tau": counts["tau"], "acceptance_rate": counts["acceptance_rate"],
-            "identical": int((pairs["token_ids"] == pairs["token_ids_plain"]).sum()), "n_prompts": len(pairs),
-        })  # fmt: skip
+        row = {
+            "method": name,
+            "tokens_per_s": rate(times[:, :2]),
+            "speedup": value,
+            "low": low,
+            "high": high,
+            "tau": counts["tau"],
+            "acceptance_rate": counts["acceptance_rate"],
+            "identical": int((both["token_ids"] == both["token_ids_plain"]).sum()),
+            "n_prompts": len(both),
+        }
+        rows.append(row)
     return pd.DataFrame(rows)
 
 
 def pays(low: float, high: float) -> str:
-    """Return `pays` where the whole interval lies above 1, `does not pay` where it lies below, else `undecided`.
+    """Return the verdict of an interval: `pays` above 1, `does not pay` below, else `undecided`.
 
     >>> pays(1.1, 1.4), pays(0.7, 1.2), pays(float("nan"), float("nan"))
     ('pays', 'undecided', 'undecided')
     """
-    return "pays" if low > 1 else "does not pay" if high < 1 else "undecided"
+    if low > 1:
+        return "pays"
+    return "does not pay" if high < 1 else "undecided"
 
 
 class PairBench(NamedTuple):
-    """The costs of a pair, T(n) and c, and the table of `bench.compare`: plain decoding, each K, and `auto`.
+    """Costs of a target and a drafter (T(n) and c), and their speeds.
 
-    Its speed-ups are over the baseline.
+    `table` is the result of `compare` for plain decoding, each K, and `auto`; its speedups are over
+    the baseline.
     """
 
     target: str
@@ -215,8 +241,8 @@ class PairBench(NamedTuple):
     table: pd.DataFrame
 
     def best(self) -> pd.Series:
-        """The row of the fastest K, its interval widened because it is the best of several."""
-        drafted = self.table.iloc[1:-1]  # between plain decoding and `auto`
+        """Return the row of the fastest K, with an interval widened for the selection."""
+        drafted = self.table.iloc[1:-1]  # without plain decoding and `auto`
         tried = min(n for n in TERMS if n >= min(len(drafted), max(TERMS)))
         return widen(drafted, tried).loc[drafted["speedup"].idxmax()]
 
@@ -227,12 +253,12 @@ class PairBench(NamedTuple):
 
     @property
     def leave_off(self) -> bool:
-        """Whether no K was faster than the baseline, whatever the verdict."""
+        """Whether no K was faster than the baseline, even if the verdict is undecided."""
         return self.best()["speedup"] <= 1
 
     @property
     def conclusion(self) -> str:
-        """The verdict with its numbers, in sentences; the advice to draft nothing comes first."""
+        """The verdict with its numbers, in sentences, after the advice not to draft, if any."""
         row, busy = self.best(), self.verify_curve.busy
         advice = "Leave drafting off. " if self.leave_off else ""
         reason = " (the machine was busy)" if busy else ""
@@ -247,7 +273,7 @@ class PairBench(NamedTuple):
         if not busy and needed > 1:
             accepted += " Even 100 % would not pay here"
             accepted += f": one draft step takes {self.c:.2f} plain decoding steps." if self.c >= 1 else "."
-        elif not busy and needed > 0:  # at 0 and below, passes over more tokens took less time: noise
+        elif not busy and needed > 0:  # at 0 or less, passes over more tokens took less time: noise
             accepted += f" Drafting pays from {100 * needed:.0f} %."
         measured = f"{row['method']} is {speed}, measured live on {row['n_prompts']} prompts."
         return f"{advice}Verdict: {self.verdict}{reason}. {measured} {accepted}"
@@ -262,7 +288,7 @@ def time_pair(
     max_new_tokens: int,
     progress: Progress = silent,
 ) -> PairBench:
-    """Time a drafter against plain decoding, interleaved: with every K, and with a router that chooses K (`auto`)."""
+    """Time a drafter with every K and with a router (`auto`), interleaved with plain decoding."""
     progress(0, 1, "measuring the costs of forward passes")
     with steady_threads(target, drafter.model):
         curve, c = verify_costs(target, [drafter], max(ks))
@@ -271,7 +297,15 @@ def time_pair(
         methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
         timed = compare(methods, chosen, baseline="plain", progress=progress)
     baseline = time_baseline(target, chosen)
-    cost, across = Cost(curve, c[drafter.name]), crosses_engines(target, drafter)
-    needed = [cost.rate_needed(k, baseline.share) if k else None for k in (0, *ks, 0)]
+    cost = Cost(curve, c[drafter.name])
+    needed = [None, *(cost.rate_needed(k, baseline.share) for k in ks), None]
     timed.insert(timed.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
-    return PairBench(target.name, drafter.name, curve, c[drafter.name], across, baseline, baseline.over(timed))
+    return PairBench(
+        target=target.name,
+        drafter=drafter.name,
+        verify_curve=curve,
+        c=cost.c,
+        c_across_engines=crosses_engines(target, drafter),
+        baseline=baseline,
+        table=baseline.over(timed),
+    )

@@ -1,4 +1,4 @@
-"""What every experiment does alike: choose prompts, report progress, and put what was made into a record."""
+"""Common parts of all experiments: choosing prompts, reporting progress, and recording results."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,27 +29,29 @@ from specnb.records import Generation, RunRecord
 from specnb.store import run_id, save
 
 Progress = Callable[[int, int, str], None]
-"""Called before each step, such as a generation, with (steps done, steps in all, the step that begins)."""
+"""Called before each step, such as a generation, with (steps done, total steps, next step)."""
 LINE_S = 30.0
-"""Seconds between two lines of progress where stderr is a file or a pipe."""
+"""Seconds between two lines of progress if stderr is a file or a pipe."""
 FEW = 5
-"""Up to this number of steps, each step gets a line."""
+"""With at most this many steps, each has a line."""
 Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
 def silent(_done: int, _total: int, _what: str) -> None:
-    """A progress callback that does nothing."""
+    """Report no progress."""
 
 
 class ProgressBar(tqdm):
-    """A progress bar on stderr, removed at the end: `with ProgressBar() as progress: run(params, progress=progress)`.
+    """A progress bar on stderr, removed at the end.
 
-    In a file or a pipe it writes a line for each of FEW steps, else one every LINE_S seconds. In a notebook it is
-    plain text rather than a widget: an executed notebook then carries no widget state.
+    Use it as `with ProgressBar() as progress: run(params, progress=progress)`.
+
+    To a file or a pipe it writes a line for each of FEW steps, for more steps one every LINE_S
+    seconds. In a notebook it is plain text, because a widget would store its state in the notebook.
     """
 
     def __init__(self) -> None:
-        in_kernel = "ipykernel" in type(sys.stderr).__module__  # a notebook draws bars, but is no terminal
+        in_kernel = "ipykernel" in type(sys.stderr).__module__  # no terminal, but bars work
         self._by_lines = not (in_kernel or sys.stderr.isatty())
         self._line_s = -inf
         bar = "{percentage:3.0f}% {bar:30} {n_fmt}/{total_fmt} {desc}"
@@ -69,45 +71,58 @@ class ProgressBar(tqdm):
 
 
 def prompts_of(params: Params, names: Sequence[str], of_each_pack: int = 0) -> list[Prompt]:
-    """The first `prompts_per_category` prompts of each of these categories, of where `params.prompts` says.
+    """Return the first `prompts_per_category` prompts of each category in `names`.
 
-    Then the first `of_each_pack` of each pack, whose name is their category.
+    They come from `params.prompts`. Adds the first `of_each_pack` prompts of each pack, with the
+    pack's name as category.
     """
-    chosen = [p for name in names for p in prompts(name, limit=params.prompts_per_category, source=params.prompts)]
+    chosen = []
+    for name in names:
+        chosen += prompts(name, limit=params.prompts_per_category, source=params.prompts)
     for pack in PACKS if of_each_pack else ():
-        chosen += [p.model_copy(update={"category": pack}) for p in prompts(source=pack, limit=of_each_pack)]
+        for prompt in prompts(source=pack, limit=of_each_pack):
+            chosen.append(prompt.model_copy(update={"category": pack}))
     return chosen
 
 
 def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:
-    """The first `n` prompts of each category."""
+    """Return the first `n` prompts of each category."""
     categories = [prompt.category for prompt in chosen]
     return [prompt for i, prompt in enumerate(chosen) if categories[:i].count(prompt.category) < n]
 
 
-def turns_of(talk: Prompt) -> list[Prompt]:
-    """A conversation cut behind each question of the user, in order."""
-    return [talk.model_copy(update={"messages": talk.messages[:end]}) for end in range(1, len(talk.messages) + 1, 2)]
+def turns_of(conversation: Prompt) -> list[Prompt]:
+    """Return a prompt for each question of the user, with the conversation up to it."""
+    messages = conversation.messages
+    ends = range(1, len(messages) + 1, 2)
+    return [conversation.model_copy(update={"messages": messages[:end]}) for end in ends]
 
 
 def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_tokens: int) -> None:
-    """Refuse a prompt that cannot be encoded or does not fit with its answer: before the run, not an hour into it."""
-    room = target.caps.n_ctx - max_new_tokens
+    """Check before a run that all prompts can be encoded and fit the context with their answers.
+
+    Raises InputError and CapacityError with the prompt's id.
+    """
+    limit = target.caps.n_ctx - max_new_tokens
     for prompt in chosen:
         try:
             n = len(prompt_ids(target, prompt))
         except InputError as error:
-            raise InputError(f"prompt {prompt.id} cannot be used with {target.name}: {error}") from error
-        if n > room:
-            raise CapacityError(f"prompt {prompt.id} has {n} tokens, {target.name} room for {room}: raise n_ctx")
+            message = f"prompt {prompt.id} cannot be used with {target.name}: {error}"
+            raise InputError(message) from error
+        if n > limit:
+            got = f"prompt {prompt.id} has {n} tokens"
+            raise CapacityError(f"{got}, {target.name} takes at most {limit}: raise n_ctx")
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
-    """Role, name and file digest of what was run; the digest is None for what is not one file on this machine."""
+    """Return role, name and file digest of the models; None for models that are no local file."""
+    named = [("target", target.name)]
+    named += [("drafter", drafter.name) for drafter in drafters if drafter.model]
     models = []
-    for role, name in [("target", target.name), *(("drafter", d.name) for d in drafters if d.model)]:
+    for role, name in named:
         file = None
-        with suppress(InputError):  # made in memory: its name opens nothing
+        with suppress(InputError):  # a model in memory has no file
             file = local_file(parse(name))
         models.append({"role": role, "id": name, "sha256": file and file_digest(file)})
     return models
@@ -116,12 +131,12 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
 class Experiment:
     """A running experiment: its parameters, its models, and the results so far.
 
-    As a context it closes what it opened, and saves what was generated before an error as the record of a failed run;
-    the error goes on.
+    A context manager: on exit it closes the models. If an error ends the run, the results so far
+    are saved as the record of a failed run.
     """
 
     models: list[dict[str, Any]] | None = None
-    """As of `models_of`, where these are others than the target and the drafters'."""
+    """Replaces `models_of(target, drafters)` in the provenance."""
 
     def __init__(
         self,
@@ -131,20 +146,24 @@ class Experiment:
         target: LanguageModel | None = None,
         drafters: Sequence[Drafter] = (),
     ) -> None:
-        """`target` stays None where no model of the package runs."""
-        self.name, self.params, self.chosen = name, params, chosen
-        self.target, self.drafters = target, list(drafters)
+        """Start an experiment; `target` is None if no model of the package runs."""
+        self.name = name
+        self.params = params
+        self.chosen = chosen
+        self.target = target
+        self.drafters = list(drafters)
         self.generations: list[Generation] = []
         self.measured: dict[str, Any] = {}
-        self._started, self._opened = Neighbours(), ExitStack()
+        self._started = Neighbours()
+        self._opened = ExitStack()
 
     def opened(self, model: Opened) -> Opened:
-        """Return a model or drafter that is closed when the experiment ends, and whose number of threads is steady."""
+        """Return `model`, whose number of threads stays constant and which is closed at the end."""
         self._opened.enter_context(steady_threads(model, getattr(model, "model", None)))
         return self._opened.enter_context(closing(model))
 
     def open_target(self, name: str, **options: Any) -> LanguageModel:
-        """Open the target as `load` does."""
+        """Open the target with `load`."""
         self.target = self.opened(load(name, **options))
         return self.target
 
@@ -153,8 +172,12 @@ class Experiment:
         return self.opened(load_drafter(name, self.target, strict=True).drafter)
 
     def time_forwards(self, k_max: int) -> dict[str, Cost]:
-        """Return what rounds with each drafter cost; note the curve, the baseline, and whose c compares engines."""
-        target, repeats = self.target, CURVE_REPEATS[self.params.budget]
+        """Return the costs of rounds with each drafter.
+
+        Records the curve, c, the drafters whose c compares engines, and the baseline.
+        """
+        target = self.target
+        repeats = CURVE_REPEATS[self.params.budget]
         curve, c = verify_costs(target, self.drafters, k_max, repeats=repeats)
         self.measured |= {
             "cs": c,
@@ -166,24 +189,31 @@ class Experiment:
 
     @contextmanager
     def leave_out(self, name: str) -> Iterator[None]:
-        """Go on behind the block without a drafter that does not fit, and note in `left_out` why."""
+        """Continue after the block without the drafter `name` if it fails; record the reason."""
         try:
             yield
         except SpecnbError as error:
             self.measured.setdefault("left_out", {})[name] = str(error)
 
     def decode(self, prompt: Prompt, **settings: Any) -> Generation:
-        """Generate with the target, as long and from the seed that the parameters say."""
-        usual = {"max_new_tokens": self.params.max_new_tokens, "seed": self.params.seed, "strict": True}
-        return generate(self.target, prompt, **(usual | settings))
+        """Generate with the target, by default with the parameters' length and seed."""
+        defaults = {
+            "max_new_tokens": self.params.max_new_tokens,
+            "seed": self.params.seed,
+            "strict": True,
+        }
+        return generate(self.target, prompt, **(defaults | settings))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
-        """The record of a run that ends now with what was made up to here; `error` is what ended it."""
-        params, extra, target = self.params.model_dump(mode="json"), None, self.target
+        """Return the record of the results so far; `error` is the one that ended the run."""
+        params = self.params.model_dump(mode="json")
+        target = self.target
+        extra = None
         if target is not None:
+            caps = asdict(target.caps)
+            caps["certificate"] = target.caps.certificate
+            caps["weights"] = weights_origin(target.name)
             contention = self._started.during(target.caps, self.generations)._asdict()
-            origin = {"weights": weights_origin(target.name)}
-            caps = asdict(target.caps) | {"certificate": target.caps.certificate} | origin
             extra = {"target": caps, "vocab_size": target.vocab.size, "contention": contention}
         return RunRecord(
             run_id=run_id(self.name, params),
@@ -211,5 +241,5 @@ class Experiment:
             if error and self.generations:
                 try:
                     save(self.record(error))
-                except SpecnbError as unsaved:  # must not hide what ended the run
-                    error.add_note(f"what was generated before is lost: {unsaved}")
+                except SpecnbError as unsaved:  # must not hide the error that ended the run
+                    error.add_note(f"The generations before it were not saved: {unsaved}")

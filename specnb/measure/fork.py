@@ -1,8 +1,9 @@
 """Why do greedy texts diverge: by rounding, or by a fault?
 
-A forward pass over n tokens adds in another order than n single steps, so logits differ by rounding (the width noise).
-Where the two best tokens are closer than that, either may win. Any other divergence is a fault, and so is noise beyond
-the rounding of the model's type: a wrong pass over several tokens must not excuse itself.
+A forward pass over n tokens adds in another order than n single steps, so logits differ by rounding
+(the width noise). If the logits of the two best tokens are closer than that, either may win. Any
+other divergence is a fault. So is noise larger than the rounding of the model's type: otherwise a
+wrong pass over several tokens would count as noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,16 +20,18 @@ if TYPE_CHECKING:
     from specnb.measure.replay import ReplayStep
 
 ROUNDING = {True: 1e-3, False: 0.1}
-"""Most noise that rounding explains, as a share of a row's range (largest minus median logit): float32, coarser.
-Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit weights."""
+"""The largest noise explained by rounding, as a share of a row's range (largest minus median
+logit), by whether the type is float32. On SmolLM2-135M it is 1e-5 in float32 and at most 0.03 in
+bfloat16 and with 4-bit weights."""
 
 
 class TextFork(BaseModel, frozen=True):
-    """The first position where two token sequences differ, and how close the two candidates were there.
+    """The first position where two token sequences differ, and the logits of both tokens there.
 
-    `margin` is the distance of their logits in single steps. `noise` is the largest difference between passes over
-    several tokens and single steps in the two best logits of a row up to there, `noise_share` its share of the row's
-    range. `near_tie`: margin <= 2 * noise, and the noise is small enough to be rounding.
+    `margin` is the difference of the logits in single steps. `noise` is the largest difference
+    between passes over several tokens and single steps in the two best logits of a row, up to that
+    position; `noise_share` is its share of the row's range. `near_tie`: margin <= 2 * noise, and
+    the noise is small enough to be rounding.
     """
 
     position: int
@@ -48,53 +51,75 @@ class TextFork(BaseModel, frozen=True):
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
-    """The fork of a greedy generation from the plain one of the same prompt; None where one begins with the other."""
-    return explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=drafted.k + 1)
+    """Return the fork of a greedy generation from the plain one; None if one is a prefix."""
+    width = drafted.k + 1
+    return explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=width)
 
 
 def explain_fork(
     target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
 ) -> TextFork | None:
-    """Measure margin and noise at the first fork of two generations after `prompt_ids`; None when there is none.
+    """Measure margin and noise at the first fork of two generations after `prompt_ids`.
 
-    Runs the target twice over the common tokens, in single steps and in blocks of `width`. Resets it.
+    Returns None if there is no fork. Runs the target on the common tokens twice, in single steps
+    and in passes over `width` tokens. Resets it.
     """
-    if (at := n_common(a, b)) == min(len(a), len(b)):
+    position = n_common(a, b)
+    if position == min(len(a), len(b)):
         return None
-    watched = [*((token,) for token in a[:at]), (a[at], b[at])]
-    rows, moved, ranges = force(target, prompt_ids, watched, width=max(2, width))
-    margin, noise, share = abs(float(rows[-1][0] - rows[-1][1])), float(moved.max()), float((moved / ranges).max())
-    near_tie = margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype]
+    both = (a[position], b[position])
+    watched = [*((token,) for token in a[:position]), both]
+    rows, noises, ranges = force(target, prompt_ids, watched, width=max(2, width))
+    margin = abs(float(rows[-1][0] - rows[-1][1]))
+    noise = float(noises.max())
+    share = float((noises / ranges).max())
     return TextFork(
-        position=at, token_ids=(a[at], b[at]), margin=margin, noise=noise, noise_share=share, near_tie=near_tie
+        position=position,
+        token_ids=both,
+        margin=margin,
+        noise=noise,
+        noise_share=share,
+        near_tie=margin <= 2 * noise and share <= ROUNDING[target.caps.lossless_dtype],
     )
 
 
 def force(
-    target: LanguageModel, prompt_ids: Sequence[int], watched: Sequence[tuple[int, ...]], *, width: int,
+    target: LanguageModel,
+    prompt_ids: Sequence[int],
+    watched: Sequence[tuple[int, ...]],
+    *,
+    width: int,
     other: LanguageModel | None = None,
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:  # fmt: skip
-    """Feed the first of each of `watched` after a prompt, whatever the target would say: rows, noise and ranges.
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+    """Feed the first token of each item of `watched` after a prompt, whatever the target predicts.
 
-    A row holds the logits, in single steps, of its watched tokens and of its two likeliest. Noise `(n,)` is how far
-    blocks of `width` tokens (of `other`, where given) move the two likeliest; a row's range is its largest logit less
-    its median, `(n,)`. Resets both models.
+    Returns rows, noise `(n,)` and ranges `(n,)`. A row contains the logits in single steps of the
+    item's tokens and of the two most likely tokens. Noise is the largest change of the latter in
+    passes over `width` tokens (of `other`, if set). A range is the largest minus the median logit.
+    Resets both models.
     """
-    ids, likeliest, rows, ranges = [tokens[0] for tokens in watched[:-1]], [], [], []
+    ids = [tokens[0] for tokens in watched[:-1]]
+    top_two = []
+    rows = []
+    ranges = []
     for row, tokens in zip(_rows(target, prompt_ids, ids, 1), watched, strict=True):
-        likeliest.append(np.argpartition(row, -2)[-2:])
-        rows.append(row[[*tokens, *likeliest[-1]]])
+        top_two.append(np.argpartition(row, -2)[-2:])
+        rows.append(row[[*tokens, *top_two[-1]]])
         ranges.append(max(1e-9, float(row.max() - np.median(row))))
-    blocks = [row[best] for row, best in zip(_rows(other or target, prompt_ids, ids, width), likeliest, strict=True)]
-    return rows, np.abs(np.array([row[-2:] for row in rows]) - blocks).max(axis=1), np.array(ranges)
+    wide_rows = _rows(other or target, prompt_ids, ids, width)
+    wide = [row[best] for row, best in zip(wide_rows, top_two, strict=True)]
+    single = np.array([row[-2:] for row in rows])
+    return rows, np.abs(single - wide).max(axis=1), np.array(ranges)
 
 
 def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[ReplayStep]") -> TextFork | None:
-    """The first token that `model` drafted otherwise live than in a replay, if there is one.
+    """Return the first token that `model` drafted differently live and in a replay, if any.
 
-    Live it feeds two tokens at once after a fully accepted round, a replay feeds one; weights of few bits round these
-    differently. None also where only the number of drafts differs: then a rule stopped elsewhere. Rounds are chains.
+    After a fully accepted round, the live model processes two tokens in one pass, the replay one;
+    weights with few bits round these differently. Returns None also if only the number of draft
+    tokens differs, because a rule stopped elsewhere. Rounds are chains.
     """
+    # 1. Find the first round that differs, and the tokens before the differing one.
     common = ()
     for live_round, step in zip(live.rounds, replayed, strict=False):
         if live_round.n_accepted != step.n_accepted:
@@ -103,20 +128,21 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[Re
     else:
         return None
     common += live_round.committed_ids[: min(live_round.n_accepted, step.n_accepted)]
-    right = wrong = live.token_ids[len(common)]
+    # 2. Find the rejected draft token: of the live round, or of the replay.
+    accepted = rejected = live.token_ids[len(common)]
     if step.n_accepted > live_round.n_accepted < live_round.k:
-        wrong = live_round.draft_ids[live_round.n_accepted]
+        rejected = live_round.draft_ids[live_round.n_accepted]
     elif live_round.n_accepted > step.n_accepted < step.drafted:
         *_, row = _rows(model, live.prompt_ids, common, 1)
-        wrong = int(row.argmax())
-    return explain_fork(model, live.prompt_ids, (*common, right), (*common, wrong), width=2)
+        rejected = int(row.argmax())
+    return explain_fork(model, live.prompt_ids, (*common, accepted), (*common, rejected), width=2)
 
 
 def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:
-    """Rows of logits after the prompt and after each of `ids`, from forwards of `width` tokens, as decoding has them.
+    """Yield rows of logits after the prompt and each of `ids`, from passes over `width` tokens.
 
-    The last forward is filled up as far as fits. Else one token left over would be a single step both times, and
-    show no noise at all.
+    The last pass is filled up if the context allows it. Otherwise a single remaining token would be
+    a single step in both cases, without noise.
     """
     target.reset()
     yield target.forward(prompt_ids, n_logits=1)[0]

@@ -1,6 +1,6 @@
-"""The league of drafters: all on the same texts of one target, replayed for every K, and live at the best one.
+"""The league of drafters: replays of every K on the same texts of one target, live at the best K.
 
-The measurement behind notebook 07. What a replay predicts and what runs live are told apart in the record.
+The experiment of notebook 07. Its record separates predictions of replays from live results.
 """
 
 from collections import deque
@@ -23,14 +23,16 @@ EXPERIMENT = "07_drafters"
 
 
 def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate plainly, follow every drafter along, choose a K for each, run it live; the record of all that.
+    """Generate plainly, record every drafter along the texts, choose the best K, run it live.
 
-    Routers (`auto`) choose K themselves, and go through the texts of a temperature as one stream. A drafter that does
-    not fit the target is left out, with its reason in `left_out`; `names` says how each drafter was asked for. `replay`
-    holds a row a drafter, text and K, `alphas` drafts tested and kept by position, `best` the K of the live runs, which
-    are generations.
+    Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
+    Drafters that do not fit the target are in `left_out` with the reason; `names` maps drafters to
+    their names in the parameters. `replay` has a row for each drafter, text and K, `alphas` the
+    tested and accepted draft tokens by position, `best` the K of the live runs. The live runs are
+    generations.
     """
     with Experiment(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
+        # 1. Open the models.
         target = study.open_target(params.target, **engine_options(params))
         names = {}
         study.measured |= {"left_out": {}, "names": names}
@@ -41,14 +43,17 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
                 (routers if drafter.chooses_k else study.drafters).append(drafter)
                 names[drafter.name] = name
         check_prompts(target, study.chosen, params.max_new_tokens)
+        # 2. Measure costs, generate plainly, and replay every K.
         costs = study.time_forwards(params.k_max)
         todo = list(product(params.temperatures, study.chosen))
         for done, (temperature, prompt) in enumerate(todo):
             progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
             study.generations.append(study.decode(prompt, temperature=temperature))
-        study.measured["replay"], recordings = replay_drafters(study, range(1, params.k_max + 1), costs, progress)
+        ks = range(1, params.k_max + 1)
+        study.measured["replay"], recordings = replay_drafters(study, ks, costs, progress)
         deepest = [(recording, fixed_k(recording, recording.k_max)) for recording in recordings]
         study.measured["alphas"] = [r.key | {"tested": n.tested, "kept": n.kept} for r, n in deepest]
+        # 3. Select the best K of each drafter, and run it live.
         rows = pd.DataFrame(study.measured["replay"]["rows"])
         seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
@@ -60,30 +65,38 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
 def _routed(
     study: Any, routers: Sequence[Any], recordings: Sequence[Recording], costs: dict[str, Cost]
 ) -> Iterator[dict[str, Any]]:
-    """Rows of `replay` for routers, all of whose arms were followed: they go through the texts of a temperature."""
+    """Yield rows of `replay` for those routers whose arms were all recorded."""
     plain_s = {(plain.prompt_id, plain.temperature): plain.decode_s for plain in study.generations}
     for router in routers:
         arms = {arm.drafter.name: arm.drafter for arm in router.arms}
         if arms.keys() - costs.keys():
             continue
-        expected, k_max = {name: arm.expected for name, arm in arms.items()}, min(router.chooses_k, study.params.k_max)
+        arm_costs = {name: costs[name] for name in arms}
+        expected = {name: arm.expected for name, arm in arms.items()}
+        k_max = min(router.chooses_k, study.params.k_max)
         for temperature in study.params.temperatures:
-            of_temperature = [recording for recording in recordings if recording.temperature == temperature]
-            here = {name: costs[name] for name in arms}
-            for text in route(of_temperature, here, k_max=k_max, expected=expected):
+            texts = [recording for recording in recordings if recording.temperature == temperature]
+            for text in route(texts, arm_costs, k_max=k_max, expected=expected):
                 recording = text.recording
-                row = sweep_row(recording, k_max, counts_of(recording, text.steps), costs[recording.drafter])
-                yield row | {"drafter": router.name, "seconds": sum(text.round_s),
-                             "live_plain_s": plain_s[recording.prompt_id, temperature]}  # fmt: skip
+                counts = counts_of(recording, text.steps)
+                row = sweep_row(recording, k_max, counts, costs[recording.drafter])
+                row["drafter"] = router.name
+                row["seconds"] = sum(text.round_s)
+                row["live_plain_s"] = plain_s[recording.prompt_id, temperature]
+                yield row
 
 
 def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
-    """The first prompts of each content plainly, with every drafter at its best K and with `routers`, in turn."""
+    """Generate plainly, with every drafter at its best K, and with `routers`, in rotating order.
+
+    Uses the first prompts of each content.
+    """
     drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
     live = first_of_each(study.chosen, study.params.live_prompts)
     todo = [*product(live, study.params.temperatures)]
     for done, (prompt, temperature) in enumerate(todo):
-        best = [(b["drafter"], b["k"]) for b in study.measured["best"] if b["temperature"] == temperature]
+        rows = [row for row in study.measured["best"] if row["temperature"] == temperature]
+        best = [(row["drafter"], row["k"]) for row in rows]
         methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
         methods.rotate(-done)
         for name, k in methods:

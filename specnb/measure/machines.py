@@ -1,4 +1,4 @@
-"""Does speculation pay on this machine? A target and its drafters, measured in a minute, and a row of it to share."""
+"""Does speculation pay on this machine? Measures a target and its drafters in about a minute."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -27,17 +27,15 @@ KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
 RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
 """Tokens of a prefill and of plain decoding, and timed runs of each."""
-HEAD = [
-    "machine", "target", "drafter", "plain tok/s", "prefill tok/s", "T(8)/T(1)", "c", "best K", "speed-up", "verdict"
-]  # fmt: skip
 
 
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
-    """A drafter on a machine, as `bench_target` measured it: a file of `data/machines`, or a line of a Markdown table.
+    """Results of `bench_target` for a drafter on a machine: a file of `data/machines`.
 
-    Speeds in tokens a second; `at8` is T(8)/T(1), c a draft step in plain steps. `best_k` is the fastest of KS on
-    short answers to a prompt of each kind, `speedup` its ratio to the baseline with a 95 % interval over prompts, as
-    wide as the choice among KS asks. Rows without a `baseline_engine` are older: their speed-up is over the engine's.
+    Speeds are in tokens per second. `at8` is T(8)/T(1), `c` the cost of a draft step in plain
+    steps. `best_k` is the fastest of KS on short answers to a prompt of each category, `speedup`
+    its speedup over the baseline with a 95 % interval over prompts, widened for the selection.
+    Older rows have no `baseline_engine`: their speedup is over plain decoding in the same engine.
     """
 
     schema_version: Literal[1] = 1
@@ -62,59 +60,54 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     measured: date
 
     @model_validator(mode="after")
-    def _in_order(self) -> Self:
+    def _check_interval(self) -> Self:
         if not self.low <= self.speedup <= self.high:
             raise ValueError(f"speedup {self.speedup} is outside of {self.low} to {self.high}")
         return self
 
     @property
     def verdict(self) -> str:
-        """Whether speculation pays: only an idle machine and an interval on one side of 1 decide it."""
+        """Whether speculation pays; undecided if the machine was busy or 1 is in the interval."""
         if self.busy:
             return "undecided: the machine was busy"
         verdict = pays(self.low, self.high)
         return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
 
-    def cells(self) -> tuple[str, ...]:
-        """Return the row of a table whose columns are HEAD."""
-        speedup = f"{self.speedup:.2f} ({self.low:.2f}-{self.high:.2f})"
-        speed, c = f"{self.tokens_per_s:.3g}", f"{self.c:.2f}" + " across engines" * self.c_across_engines
-        if self.baseline_engine:
-            speed += f" ({self.baseline_engine} {self.baseline_tokens_per_s:.3g})"
-        numbers = speed, f"{self.prefill_tokens_per_s:.3g}", f"{self.at8:.2f}", c
-        return self.machine, self.target, self.drafter, *numbers, str(self.best_k), speedup, self.verdict
-
 
 @cache
 def machine_rows() -> dict[str, MachineRow]:
-    """The rows of `data/machines` by the names of their files. Raises InputError for a damaged or newer one."""
+    """Return the rows of `data/machines` by file name. Raises InputError for invalid rows."""
     files = sorted((project_dir() / "data" / "machines").glob("*.json"))
     return {path.stem: validated(MachineRow, read_json(path), str(path)) for path in files}
 
 
 def known_machines() -> dict[str, tuple[float, float]]:
-    """T(8)/T(1), and c of a draft model: of the named machines, and of those rows that a draft model was probed for."""
+    """Return T(8)/T(1) and c: of NAMED, and of rows that were measured with a draft model."""
     return NAMED | {name: (row.at8, row.c) for name, row in machine_rows().items() if row.c}
 
 
 def machines(cost: Cost, names: Iterable[str] | None = None) -> dict[str, Cost]:
-    """Those costs and, by name, what the known machines make of them: only a draft model costs what these say."""
-    known, costs = known_machines(), {cost.name: cost}
-    for name in known if names is None else names:
-        at8, c = known[name]
+    """Return `cost` and, by name, the costs on the machines `names`, by default on all known ones.
+
+    Their c is used for draft models only; c of trained heads and lookup is the same everywhere.
+    """
+    profiles = known_machines()
+    costs = {cost.name: cost}
+    for name in profiles if names is None else names:
+        at8, c = profiles[name]
         costs[name] = Cost.straight(name, at8, cost.c if cost.of_target else c)
     return costs
 
 
 class TargetBench(NamedTuple):
-    """What `bench_target` measured: rates of prefill and plain decoding, and each drafter against the latter."""
+    """Results of `bench_target`: speeds of prefill and plain decoding, and of each drafter."""
 
     target: str
     rates: list[dict[str, Any]]
     verify_curve: CostCurve
     pairs: list[PairBench]
     rows: list[MachineRow]
-    """A row of `data/machines` for each of `pairs`; none for fewer prompts than an interval needs."""
+    """A row of `data/machines` for each of `pairs`; none if there are too few prompts."""
 
 
 def bench_target(
@@ -127,24 +120,25 @@ def bench_target(
     progress: Progress = silent,
     **options: Any,
 ) -> TargetBench:
-    """Measure a target on this machine: its rates and T(n), and each drafter with every K against plain decoding.
+    """Measure a target on this machine: its speed and T(n), and each drafter with every K.
 
     Args:
-        target_name: as `specnb.load` takes it.
+        target_name: a model name, as for `specnb.load`.
         drafter_names: draft models, or names of `registry.DRAFTERS`.
-        chosen: prompts that are timed; by default one of each category, without a chat template.
+        chosen: prompts; by default one of each category, without chat template.
         ks: draft lengths.
-        options: of the drafters that take them (`pair.OPTIONS`), such as `heads_checkpoint`.
+        options: options of drafters (`pair.OPTIONS`), such as `heads_checkpoint`.
 
-    Raises InputError for wrong names and options before the target is loaded, and what `load`, `load_drafter` and
-    `generate` raise.
+    Raises InputError for invalid names and options before the target is loaded, and what `load`,
+    `load_drafter` and `generate` raise.
     """
     texts = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
     checked_settings(min(ks), max_new_tokens)
     options_of = {name: options_for(name, options) for name in drafter_names}
     for name in options:
-        if not any(name in taken for taken in options_of.values()):
-            raise InputError(f"{name} is an option of {' or '.join(OPTIONS[name])}, got {', '.join(drafter_names)}")
+        if not any(name in accepted for accepted in options_of.values()):
+            expected = f"{name} is an option of {' or '.join(OPTIONS[name])}"
+            raise InputError(f"{expected}, got {', '.join(drafter_names)}")
     for name in drafter_names:
         check_drafter(name, target_name, **options_of[name])
     neighbours = Neighbours()
@@ -153,25 +147,33 @@ def bench_target(
         check_prompts(target, chosen or [], max_new_tokens)
         progress(0, 1, "measuring prefill and plain decoding")
         rates = plain_rates(target, **RATES)
-        pairs, timed = [], chosen or texts
+        timed = chosen or texts
+        settings = {"ks": ks, "max_new_tokens": max_new_tokens, "progress": progress}
+        pairs = []
         for name in drafter_names:
             with open_pair(target, name, strict=True, **options_of[name]) as (_, drafter, _):
-                pairs.append(time_pair(target, drafter, timed, ks=ks, max_new_tokens=max_new_tokens, progress=progress))
+                pairs.append(time_pair(target, drafter, timed, **settings))
         curve = pairs[0].verify_curve if pairs else verify_curve(target)
         busy = neighbours.during(target.caps, []).busy
-        rows = [_machine_row(target, rates, pair, busy=busy) for pair in pairs] if len(timed) >= FEWEST else []
+        rows = []
+        if len(timed) >= FEWEST:
+            rows = [_machine_row(target, rates, pair, busy=busy) for pair in pairs]
         return TargetBench(target.name, rates, curve, pairs, rows)
 
 
 def _machine_row(target: LanguageModel, rates: Sequence[dict[str, Any]], pair: PairBench, *, busy: bool) -> MachineRow:
     """Return the row of a drafter at its best K."""
-    best, tokens_per_s = pair.best(), {rate["test"]: rate["tokens_per_s"] for rate in rates}
+    best = pair.best()
+    tokens_per_s = {rate["test"]: rate["tokens_per_s"] for rate in rates}
     facts = provenance(models=[{"id": pair.target}, {"id": pair.drafter}])
-    cpu, gpus = facts["cpu"], facts["gpu"]
-    on_gpu = not target.caps.device.startswith("cpu") and gpus
     target_id, drafter_id = (model["id"] for model in facts["models"])
+    cpu = facts["cpu"]
+    gpus = facts["gpu"]
+    machine = f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores"
+    if gpus and not target.caps.device.startswith("cpu"):
+        machine = gpus[0]["name"]
     return MachineRow(
-        machine=gpus[0]["name"] if on_gpu else f"{cpu['model'] or 'CPU'}, {cpu['usable_cores']} cores",
+        machine=machine,
         instructions=tuple(cpu["isa"]),
         target=target_id,
         drafter=drafter_id,

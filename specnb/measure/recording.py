@@ -19,7 +19,7 @@ from specnb.io import reading, write_atomic
 FORMAT = 2
 
 Belief = Annotated[float, BeforeValidator(lambda stored: stored[0] if isinstance(stored, list) else stored)]
-"""The largest probability of a drafter's row. Earlier files store it with the row's entropy."""
+"""The largest probability of a drafter's row. Earlier files store it as [top, entropy]."""
 
 
 class Recording(NamedTuple):

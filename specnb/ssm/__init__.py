@@ -1,4 +1,4 @@
-"""Recurrent layers: bytes of state, what each rollback strategy costs, how other engines fail, trees.
+"""Recurrent layers: bytes of state, costs of rollback strategies, failures of other engines, trees.
 
-The engines' own rollback is `lm.rollback`; here it is measured.
+`lm.rollback` implements the rollback; this package measures it.
 """

@@ -1,4 +1,4 @@
-"""Two failures of a recurrent state that is treated like a KV cache: one is loud, one is silent."""
+"""Two failures of treating a recurrent state like a KV cache: one with an error, one without."""
 
 from contextlib import closing
 
@@ -15,51 +15,56 @@ BLOCK = PROMPT[:4]
 
 
 def llama_refusal(name: str) -> str:
-    """Return what llama.cpp says when the last tokens of a recurrent state are removed, and decoding goes on.
+    """Return llama.cpp's error and log if the last tokens of a recurrent state are removed.
 
-    The field report's error: `llama_memory_seq_rm` answers False, and the next decode finds positions that do not
-    follow one another. `name` is a model that llama.cpp opens. The text is the error and the lines of its log.
+    This is the field report's error: `llama_memory_seq_rm` returns False, and the next decode finds
+    inconsistent positions. `name` is a model that llama.cpp opens.
     """
     with closing(load(name, rollback="recompute")) as model:
-        engine, log = model.open_engine(2 * len(PROMPT)), binding.load_library().errors  # no rollback strategy
+        engine = model.open_engine(2 * len(PROMPT))  # without a rollback strategy
+        log = binding.load_library().errors
         engine.name = name
         try:
             engine.feed(PROMPT, 1)
             engine.feed(BLOCK, 1)
             log.clear()
             engine.keep(len(PROMPT))
-            engine.n_held = len(PROMPT)  # what llama-cpp-python's generate does: it ignores the False
+            engine.n_held = len(PROMPT)  # like llama-cpp-python's generate, which ignores the False
             engine.feed(BLOCK, len(BLOCK))
-            return "llama.cpp decoded on: this state can be cropped"
+            return "llama.cpp raised no error: this state can be cropped"
         except EngineError as error:
             return "\n".join([str(error), *log])
 
 
 def transformers_crop(name: str) -> pd.DataFrame:
-    """Compare `Cache.crop` of transformers on a recurrent model, which raises nothing, with the rollback of specnb.
+    """Compare transformers' `Cache.crop`, which raises no error, with specnb's rollback.
 
-    A row each: the largest difference to the logits of a model that never had the tokens, and how many of the next
-    tokens are still the same. `name` is an embedded model or a local folder.
+    Returns a row for each: the largest difference from the logits of a model that never processed
+    the rejected tokens, and the number of equal next tokens. `name` is an embedded recurrent model
+    or a local folder.
     """
     rejected = BLOCK[::-1]
-    expected, cropped = _logits_after_crop(name, []), _logits_after_crop(name, rejected)
+    expected = _logits_after_crop(name, [])
+    cropped = _logits_after_crop(name, rejected)
     with closing(load(name)) as model:
         model.forward(PROMPT)
         model.forward(rejected)
         model.rewind(len(rejected))
-        rewound, strategy = model.forward(BLOCK), model.caps.rewind
+        rewound = model.forward(BLOCK)
+        strategy = model.caps.rewind
     both = [cropped, rewound]
-    return pd.DataFrame({
-        "way back": ["transformers, Cache.crop", f"specnb, {strategy}"],
+    columns = {
+        "rollback": ["transformers, Cache.crop", f"specnb, {strategy}"],
         "max_logit_error": [np.abs(logits - expected).max() for logits in both],
         "spread_of_logits": expected.std(),
         "same_next_tokens": [(logits.argmax(1) == expected.argmax(1)).sum() for logits in both],
         "of": len(BLOCK),
-    })  # fmt: skip
+    }
+    return pd.DataFrame(columns)
 
 
 def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
-    """Return the logits of BLOCK behind PROMPT, after `rejected` was fed and cropped, through transformers alone."""
+    """Return transformers' logits of BLOCK after PROMPT, and after `rejected` was fed and cropped."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -71,10 +76,12 @@ def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
 
         def feed(ids: list[int], at: int) -> torch.Tensor:
             positions = torch.arange(at, at + len(ids))[None]
-            return model(torch.tensor([ids]), past_key_values=cache, position_ids=positions, use_cache=True).logits[0]
+            tokens = torch.tensor([ids])
+            output = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True)
+            return output.logits[0]
 
         feed(PROMPT, 0)
-        cache.activate_past_recording()  # without it crop says what it cannot do; with it, it says nothing
+        cache.activate_past_recording()  # without it, crop raises an error
         if rejected:
             feed(rejected, len(PROMPT))
             cache.crop(-len(rejected))

@@ -1,16 +1,17 @@
-"""Bytes that each rollback strategy keeps, from the sizes of a model's recurrent layers in its config.
+"""Memory of each rollback strategy, computed from the sizes of the recurrent layers in a config.
 
-One description covers four kinds of layer, because a state is always heads x value_dim x key_dim numbers that a token
-changes by an outer product of a value (heads x value_dim) and a key (key_heads x key_dim, shared by groups of heads):
+One description covers four kinds of layers. A state always has heads x value_dim x key_dim numbers.
+A token changes it by the outer product of a value (heads x value_dim) and a key (key_heads x
+key_dim, shared by groups of heads):
 
-                value               key                 gates, float32      convolved before
+                value               key                 gates, float32      convolution inputs
 gated-delta     v                   k                   g, beta             q, k, v
 mamba2          x                   B (groups)          dt                  x, B, C
-mamba1          x, a channel a head B (one for all)     dt, a channel       x
-short-conv      none: the convolution window is all its state               B * x
+mamba1          x, head = channel   B (shared by all)   dt, by channel      x
+short-conv      none: the convolution window is the whole state             B * x
 
-All bytes are for one sequence and all recurrent layers together; a batch of n takes n times as much. What the
-attention layers of a hybrid cache is not counted: cropping it costs nothing.
+All bytes are for one sequence and all recurrent layers; a batch of n needs n times as much. The KV
+cache of a hybrid's attention layers is not included, because cropping it is free.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,23 +26,23 @@ from specnb.io import read_toml, reading
 from specnb.lm.files import local_folder
 
 FLOAT32 = 4
-"""Bytes of a number."""
+"""Bytes per number."""
 WIDTHS = (2, 4, 8, 16, 64)
-"""Drafted tokens, or nodes of a tree, of a round."""
+"""Draft tokens of a round, or nodes of a tree."""
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
-"""Entries of `layer_types` that carry a recurrent state (hybrid: beside attention, in one layer)."""
+"""Entries of `layer_types` with a recurrent state (hybrid: and attention in the same layer)."""
 
 TABLE = read_toml(Path(__file__).with_name("families.toml"))
 KINDS = {family: kind for kind in TABLE["kinds"] for family in kind["model_types"]}
-"""Kinds of recurrent layers by transformers' `model_type`: where the config has their sizes."""
+"""Kinds of recurrent layers by transformers' `model_type`, with the config attributes of sizes."""
 PUBLISHED = TABLE["published"]
-"""Models by name: their `model_type`, and what differs from its defaults."""
+"""Models by name: their `model_type` and the attributes that differ from its defaults."""
 
 
 def find_config(name: str) -> Any:
-    """Return the transformers config of a model of families.toml, of a folder, or of hf:ORG/NAME; no weights are read.
+    """Return the transformers config of a model in families.toml, a folder, or hf:ORG/NAME.
 
-    Raises InputError where there is none.
+    Reads no weights. Raises InputError if there is no config.
     """
     from transformers import AutoConfig
 
@@ -49,41 +50,45 @@ def find_config(name: str) -> Any:
         return AutoConfig.for_model(**PUBLISHED[name])
     source = name.removeprefix("hf:")
     if source == name and not (source := local_folder(name)).is_dir():
-        raise InputError(f"no model {name!r}: give {', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME")
+        expected = f"{', '.join(PUBLISHED)}, a folder with a config, or hf:ORG/NAME"
+        raise InputError(f"no model {name!r}, expected {expected}")
     with reading(f"the config of {name!r}"):
         return AutoConfig.from_pretrained(source)
 
 
 def sizes_of(config: Any) -> dict[str, int]:
-    """Return the bytes of a model's recurrent layers together, by what is kept of them.
+    """Return the bytes of a model's recurrent layers by quantity, summed over layers.
 
-    `config` is a transformers config, or one with a text part. For the sequence: `state` S (heads x value_dim x
-    key_dim), `window` R (the columns that the convolution reads again, one fewer than its taps), and `snapshot`, both;
-    all float32, as llama.cpp holds them. For a token, values, keys and columns in the config's dtype, by default
-    float32, and gates in float32, for an error in a decay stays in the state:
+    `config` is a transformers config; of a composite config, the text part is used. Quantities per
+    sequence, in float32 as in llama.cpp: `state` S (heads x value_dim x key_dim), `window` R (the
+    columns that the convolution reads again, one fewer than its taps), and `snapshot`, their sum.
+    Quantities per token, with values, keys and columns in the config's dtype (default float32) and
+    gates in float32, because errors of a decay persist in the state:
 
-    * `column`: its input of the convolution, which the window needs back beside either replay;
-    * `raw_replay`: value, key (not yet shared out to heads) and gates. Queries only read the state;
-    * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key and one decay a head: no serial chain is
-      left. Only float32 keeps long outputs from drifting;
-    * `pre_conv`: the column and what is projected beside it (a and b, raw dt). It brings back window and state both, at
-      the price of convolution and gates (and Mamba-1's projections) once more.
+    * `column`: the token's input of the convolution, needed for the window in addition to a replay;
+    * `raw_replay`: value, key (before sharing among heads) and gates; queries only read the state;
+    * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key, and one decay per
+      head, so that no serial chain remains; long outputs drift unless they are float32;
+    * `pre_conv`: the column and the projections computed with it (a and b, raw dt), which restore
+      window and state; convolution, gates and Mamba-1's projections are then computed again.
 
-    Raises InputError for a family that is not known here, and for a config without recurrent layers.
+    Raises InputError for unknown families and for configs without recurrent layers.
     """
     text = config.get_text_config(decoder=True)
     family = text.model_type
     require_known("model_type of recurrent layers", family, KINDS)
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
-        raise InputError(f"this {family} config has no recurrent layer, only {set(text.layer_types)}: crop it back")
+        raise InputError(f"got a {family} config with {set(text.layer_types)}, expected recurrent layers")
     kind = KINDS[family]
     taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
     item = text.dtype.itemsize if text.dtype else FLOAT32
-    values, keys, gate = heads * value_dim, key_heads * key_dim, heads * FLOAT32
+    values = heads * value_dim
+    keys = key_heads * key_dim
+    gate = heads * FLOAT32
     channels = values + kind["keys_in_conv"] * keys or text.hidden_size
-    each = {
+    layer = {
         "state": values * key_dim * FLOAT32,
         "window": channels * (taps - 1) * FLOAT32,
         "column": channels * item,
@@ -91,18 +96,18 @@ def sizes_of(config: Any) -> dict[str, int]:
         "factor_replay": (values + keys) * item + gate,
         "pre_conv": channels * item + kind["gates_before_conv"] * gate,
     }
-    sizes = {name: layers * n_bytes for name, n_bytes in each.items()}
-    return sizes | {"snapshot": sizes["state"] + sizes["window"]}
+    total = {name: layers * n_bytes for name, n_bytes in layer.items()}
+    return total | {"snapshot": total["state"] + total["window"]}
 
 
 def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[str]) -> pd.DataFrame:
-    """Return the tables of `make` (`parts`, `table`) for the models of `names`."""
+    """Return the tables of `make` (`parts` or `tabulate_memory`) for several models."""
     frames = {name: make(sizes_of(find_config(name))) for name in names}
     return pd.concat(frames, names=["model"]).reset_index("model").reset_index(drop=True)
 
 
 def parts(n: dict[str, int]) -> pd.DataFrame:
-    """Return what there is to keep of the sizes `n`: `quantity`, `n_bytes`, how many times smaller than S + R."""
+    """Return a table of the sizes `n`: `quantity`, `n_bytes`, and the factor to S + R."""
     rows = {
         "state S": n["state"],
         "window R": n["window"],
@@ -114,24 +119,27 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
         "inputs before the convolution, a token": n["pre_conv"],
     }
     frame = pd.DataFrame(rows.items(), columns=["quantity", "n_bytes"])
-    return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf where nothing is kept
+    return frame.assign(times_smaller=n["snapshot"] / frame["n_bytes"])  # inf if nothing is stored
 
 
 def tabulate_memory(n: dict[str, int]) -> pd.DataFrame:
-    """Bytes held at the widest moment of a round, the live state included, a row for each width.
+    """Return the peak memory of a round in bytes, including the live state; a row for each width.
 
-    `width` is the number of drafted tokens, or nodes of a tree. Columns: `live_bytes`; `snapshots_bytes` (one a
-    position), `raw_replay_bytes` and `factor_replay_bytes` (with their conv columns), `pre_conv_bytes`, each growing
-    with the width; `checkpoint_bytes`, which does not. The replays suppose a verification that reads the state and
-    leaves it as it was; an engine that advances it in place keeps one snapshot more.
+    `width` is the number of draft tokens, or nodes of a tree. These columns grow with it:
+    `snapshots_bytes` (one per position), `raw_replay_bytes` and `factor_replay_bytes` (with their
+    conv columns), `pre_conv_bytes`. These do not: `live_bytes`, `checkpoint_bytes`. The replays
+    assume that verification does not change the state; an engine that updates it in place needs one
+    more snapshot.
     """
-    live, width = n["snapshot"], pd.Series(WIDTHS)
-    return pd.DataFrame({
+    live = n["snapshot"]
+    width = pd.Series(WIDTHS)
+    columns = {
         "width": width,
         "live_bytes": live,
         "snapshots_bytes": live + width * live,
         "raw_replay_bytes": live + width * (n["raw_replay"] + n["column"]),
         "factor_replay_bytes": live + width * (n["factor_replay"] + n["column"]),
         "pre_conv_bytes": live + width * n["pre_conv"],
-        "checkpoint_bytes": 2 * live,  # whatever the width: the accepted tokens are run again
-    })  # fmt: skip
+        "checkpoint_bytes": 2 * live,  # the accepted tokens are computed again
+    }
+    return pd.DataFrame(columns)

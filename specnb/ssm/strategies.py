@@ -1,4 +1,4 @@
-"""Rollback strategies compared on the same drafts: exactness, speed, bytes that they keep. For notebook 04."""
+"""Compare rollback strategies on the same drafts: exactness, speed and memory. For notebook 04."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,22 +29,33 @@ FREE = "crop, attention only"
 PLAIN = "plain"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 TWIN_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings", "tie_word_embeddings", "bos_token_id", "eos_token_id",
-)  # fmt: skip
-"""Fields of its hybrid's config that an attention-only twin shares."""
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+)
+"""Config fields that an attention-only twin copies from its hybrid."""
 TWIN_DISK_BYTES = 1 << 30
 
 
 def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate every passage plainly and with every strategy, at each K and acceptance; then with real drafters.
+    """Generate every passage plainly and with every strategy, K and acceptance; then with drafters.
 
-    `measurements["ways"]`: a row for each target, K, acceptance and strategy, with tokens/s, its ratio to plain
-    decoding of the same model (interval over passages), the bytes kept for going back and what it cost; "crop,
-    attention only" is the same for an attention-only model of the same size. `measurements["drafters"]`: lookup and
-    `draft` with the first target. Raises what `specnb.load` and `generate` raise; what was measured before is saved.
+    `measurements["ways"]` has a row for each target, K, acceptance and strategy: tokens/s, speedup
+    over plain decoding of the same model (interval over passages), memory and counts of the
+    rollback. The strategy "crop, attention only" is an attention-only model of the same size.
+    `measurements["drafters"]` has lookup and `draft` with the first target. Raises what
+    `specnb.load` and `generate` raise; the results so far are saved.
     """
-    source, n = params.prompts, params.passages
+    source = params.prompts
+    n = params.passages
     chosen = prompts(limit=n, source=source) if source else passages(limit=n)
     with Experiment(EXPERIMENT, params, chosen) as study:
         study.measured |= {"ways": [], "drafters": []}
@@ -52,57 +63,72 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
         study.target = bench[0].plain
         study.models = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
         study.generations += [truth for model in bench for truth in model.truths]
+        # 1. Scripted drafts, with every strategy.
         cells = list(product(bench, params.ks, params.acceptance))
         for done, (model, k, rate) in enumerate(cells):
-            progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} right")
+            progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} correct")
             study.measured["ways"] += model.rows(k, rate)
+        # 2. Real drafters, with the default strategy.
         progress(len(cells), len(cells) + 1, "lookup and the draft model")
         plainly = partial(study.decode, ignore_eog=True)
         for name in ("lookup", name_in(params.draft, params.engines[0])):
             drafter = study.open_drafter(name)
             for k in params.ks:
-                _, row = _rows({PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}, bench[0].prompts)
-                where = {"target": bench[0].name, "way": study.target.caps.rewind, "k": k, "drafter": row.pop("method")}
-                study.measured["drafters"].append(where | row)
+                methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}
+                _, row = _rows(methods, bench[0].prompts)
+                key = {
+                    "target": bench[0].name,
+                    "way": study.target.caps.rewind,
+                    "k": k,
+                    "drafter": row.pop("method"),
+                }
+                study.measured["drafters"].append(key | row)
         return study.record()
 
 
 def name_in(model: str, engine: str) -> str:
-    """Return the name that opens `model` in an engine, "llama" or "torch", on one thread, a folder in float32.
+    """Return the name that opens `model` in an engine, "llama" or "torch", with one thread.
 
-    Small models gain nothing from more threads, and llama.cpp's threads that wait for one another lose all beside
-    any other load. Options in the name win.
+    Small models do not gain from more threads, and llama.cpp's waiting threads are slow next to
+    other load. Folders are opened in float32 in llama.cpp. Options in the name have precedence.
     """
     options = {"backend": "hf" if engine == "torch" else engine, "threads": 1}
     if engine == "llama" and parse(model).where == "hf":
         options["weights"] = "f32"
-    return parse(model, **{key: value for key, value in options.items() if f"{key}=" not in model}).text
+    new = {key: value for key, value in options.items() if f"{key}=" not in model}
+    return parse(model, **new).text
 
 
 class _Bench:
-    """One target, opened once with each strategy, and its attention-only twin."""
+    """A target, opened with each strategy, and its attention-only twin."""
 
     def __init__(self, name: str, study: Experiment) -> None:
-        self.name, self._params, source = name, study.params, parse(name).source
+        self.name = name
+        self._params = study.params
+        # 1. Open the target with the strategies that its engine and family have.
         self.models = {}
-        for strategy in STRATEGIES:  # those that engine and family have
+        for strategy in STRATEGIES:
             try:
                 self.models[strategy] = study.opened(load(name, rollback=strategy))
             except (InputError, LoadError):
-                if strategy == "recompute":  # which every model has
+                if strategy == "recompute":  # every model has it
                     raise
         self.plain = next(iter(self.models.values()))
         n = study.params.prompt_tokens
         self.prompts = [self.plain.encode(prompt.without_template)[:n] for prompt in study.chosen]
-        self.truths, self._twins = self._continuations(self.plain), {}
-        with suppress(InputError):  # a model that has none
-            twin = study.opened(load(str(attention_twin(name)) + name.removeprefix(source)))
-            self._twins, self._twin_truths = {FREE: twin}, self._continuations(twin)
+        self.truths = self._continuations(self.plain)
+        # 2. Open the twin.
+        self._twins = {}
+        with suppress(InputError):  # the model has none
+            options = name.removeprefix(parse(name).source)
+            twin = study.opened(load(f"{attention_twin(name)}{options}"))
+            self._twins = {FREE: twin}
+            self._twin_truths = self._continuations(twin)
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
         """Return the rows of one K and acceptance."""
         rows = self._timed(self.models, self.truths, k, rate)
-        if self._twins:  # the ratio is to plain decoding of its own
+        if self._twins:  # speedups over the twin's plain decoding
             rows += self._timed(self._twins, self._twin_truths, k, rate)[1:]
         cell = {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
         costs = {strategy: self._cost(model, k) for strategy, model in self.models.items()}
@@ -111,21 +137,22 @@ class _Bench:
     def _timed(
         self, models: Mapping[str, LanguageModel], truths: Sequence[Generation], k: int, rate: float
     ) -> list[dict[str, Any]]:
-        """Compare each model's speculation with plain decoding of the first."""
+        """Compare speculation with each model to plain decoding with the first one."""
         settings = {"max_new_tokens": self._params.max_new_tokens, "ignore_eog": True}
 
-        def decode(model: LanguageModel, at: int) -> Generation:
-            truth, seed = truths[at].token_ids, self._params.seed + at
+        def decode(model: LanguageModel, index: int) -> Generation:
+            truth = truths[index].token_ids
+            seed = self._params.seed + index
             drafter = ScriptedDrafter(truth, rate, vocab_size=model.vocab.size, seed=seed)
-            return generate(model, self.prompts[at], drafter=drafter, k=k, **settings)
+            return generate(model, self.prompts[index], drafter=drafter, k=k, **settings)
 
         first = next(iter(models.values()))
-        methods = {PLAIN: lambda at: generate(first, self.prompts[at], **settings)}
+        methods = {PLAIN: lambda index: generate(first, self.prompts[index], **settings)}
         methods |= {name: partial(decode, model) for name, model in models.items()}
         return _rows(methods, range(len(self.prompts)))
 
     def _cost(self, model: LanguageModel, k: int) -> dict[str, Any]:
-        """Return bytes at the widest moment of a round, and the counts of the generation that came last."""
+        """Return the peak memory of a round, and the rollback counts of the last generation."""
         counts = vars(model.rollback.cost).copy()
         model.reset()
         model.forward(self.prompts[0])
@@ -135,20 +162,20 @@ class _Bench:
         return counts
 
     def _continuations(self, model: LanguageModel) -> list[Generation]:
-        """Decode plainly as far as drafts may reach: K tokens beyond what is generated later."""
+        """Decode plainly, K tokens longer than the generations, as far as drafts may extend."""
         tokens = self._params.max_new_tokens + max(self._params.ks)
         return [generate(model, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
 
 
 def _rows(methods: Mapping[str, Any], prompts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a row for each method, plain decoding first; None for what does not exist, which a record can hold."""
+    """Return a row for each method, plain decoding first; missing values are None, for JSON."""
     return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
 
 
 def passages(*, limit: int) -> list[Prompt]:
-    """Return the first `limit` held-out passages of code, such as the embedded pair was trained on, to be continued.
+    """Return the first `limit` held-out passages of code, the kind that the embedded pair learned.
 
-    Raises InputError where there are fewer.
+    Raises InputError if there are fewer.
     """
     lines = json_lines(embedded_root() / "held_out.jsonl")
     texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
@@ -158,11 +185,12 @@ def passages(*, limit: int) -> list[Prompt]:
 
 
 def attention_twin(name: str) -> Path:
-    """Return a cached transformers folder (Qwen3) with depth, widths, heads and vocabulary of the hybrid `name`.
+    """Return a cached folder of a Qwen3 model with depth, widths, heads and vocabulary of `name`.
 
-    It has no recurrence, and its weights are random: it shows the cost of the same speculation where rollback is free.
-    `name` is an embedded model or a local folder; for one in llama.cpp, a GGUF is written next to the cached folder.
-    Raises InputError for anything else, and for a model without attention heads or a tokenizer.
+    The twin has no recurrence and random weights. It shows the cost of the same speculation with
+    free rollback. `name` is an embedded hybrid or a local folder; for llama.cpp, a GGUF file is
+    written next to the cached folder. Raises InputError for other names, and for a model without
+    attention heads or tokenizer.
     """
     spec = parse(name)
     folder = local_folder(spec.source)
@@ -192,20 +220,23 @@ def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
 
 
 def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
-    """Write the weights of `twin` in float16, under the header of its hybrid's GGUF without the recurrent keys."""
+    """Write `twin` in float16, with the header of its hybrid's GGUF without recurrent keys."""
     from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
     from safetensors.numpy import load_file
 
-    fields, writer = GGUFReader(hybrid).fields, GGUFWriter(dest, "qwen3")
+    fields = GGUFReader(hybrid).fields
+    writer = GGUFWriter(dest, "qwen3")
     arch = fields["general.architecture"].contents()
-    left_out = ("GGUF.", "general.architecture", f"{arch}.rope.", f"{arch}.ssm.", f"{arch}.attention.recurrent_layers")
+    left_out = ("GGUF.", "general.architecture")
+    left_out += (f"{arch}.rope.", f"{arch}.ssm.", f"{arch}.attention.recurrent_layers")
     for key, value in fields.items():
         if not key.startswith(left_out):
             key = key.replace(f"{arch}.", "qwen3.")
             writer.add_key_value(key, value.contents(), value.types[0], value.types[-1])
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, fields[f"{arch}.block_count"].contents())
     for name, weight in load_file(twin / "model.safetensors").items():
-        stored = weight.astype(np.float16) if weight.ndim == 2 else weight  # llama.cpp reads vectors in float32
+        # llama.cpp expects vectors in float32
+        stored = weight.astype(np.float16) if weight.ndim == 2 else weight
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -214,21 +245,24 @@ def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
 
 
 class ScriptedDrafter(DrafterBase):
-    """Acceptance known beforehand: for measuring what rounds cost. llama.cpp has it as `--spec-synth-rates`.
+    """Drafts with a given acceptance, to measure costs (`--spec-synth-rates` in llama.cpp).
 
-    Drafts the target's own continuation `truth`, each token right with probability `rate` until one is wrong: that and
-    all behind it are the next id in the vocabulary. Where `truth` ends, no more is drafted.
+    Drafts the target's continuation `truth`. Each token is correct with probability `rate`; after
+    the first wrong one, all are wrong (the next id in the vocabulary). Stops at the end of `truth`.
     """
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
-        self.name, self._n_prompt = f"scripted, {rate:.0%} right", 0
-        self._truth, self._wrong = truth, [(token + 1) % vocab_size for token in truth]
+        self.name = f"scripted, {rate:.0%} correct"
+        self._n_prompt = 0
+        self._truth = truth
+        self._wrong = [(token + 1) % vocab_size for token in truth]
         self._is_right = np.random.default_rng(seed).random(len(truth)) < rate
 
     def start(self, tokens: Sequence[int]) -> None:
         self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        drafted = slice(at := len(tokens) - self._n_prompt, at + k)
+        start = len(tokens) - self._n_prompt
+        drafted = slice(start, start + k)
         n_right = int(self._is_right[drafted].cumprod().sum())
         return Proposal((*self._truth[drafted][:n_right], *self._wrong[drafted][n_right:]))

@@ -33,7 +33,7 @@ NO_NAMES = {
     "?backend=hf": "unknown model in ''",
     ":q4_0": "unknown model in ':q4_0'",
     "smollm2-135m:": "unknown type",
-    "smollm2-135m:../../x?backend=hf": "there are f32, f16",
+    "smollm2-135m:../../x?backend=hf": "choose from f32, f16",
     "ORG/NAME": "hf:ORG/NAME",
     "hf:ORG/NAME/deep": "no such folder: hf:ORG/NAME/deep",
     "ORG/NAME-GGUF:Q4_K_M": "hf:ORG/NAME-GGUF:Q4_K_M",

@@ -1,4 +1,4 @@
-"""The controller study on toys: what is replayed, what runs live, and what the tables make of it."""
+"""The controller study on toy models: replays, live runs, and tables."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -25,14 +25,14 @@ SPOKEN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
 class Reading(toy.ToyLM):
-    """Reads any text: each byte is a token, modulo its few."""
+    """Encodes any text: a token per byte, modulo the vocabulary size."""
 
     def encode(self, text, *, special=True):
         return [b % self.vocab.size for b in text.encode()][-40:]
 
 
 def reading(order=2, sharpness=1.5, name="toy"):
-    """A model that reads any text and counts its closings."""
+    """Return a model that encodes any text, with a mock `close`."""
     model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
     model.__class__, model.name, model.close = Reading, name, Mock()
     return model
@@ -49,7 +49,7 @@ def study():
         return adaptive.run_adaptive(SMALL)
 
 
-def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replays_rounds(study):
+def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replayed_ones(study):
     plain = [g for g in study.record.generations if not g.k]
     turns = [f"turns.switching-01-{n}" for n in (1, 2, 3, 4)]
     assert [g.prompt_id for g in plain] == ["code-01", "code-02", "prose-01", "prose-02", *turns]
@@ -60,22 +60,22 @@ def test_every_prompt_is_followed_by_every_drafter_and_live_runs_make_the_replay
     assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
-def test_shares_are_of_the_best_fixed_k_and_none_beats_the_oracle_of_lengths(study):
+def test_speeds_are_relative_to_the_best_fixed_k_and_none_exceeds_the_oracles(study):
     share = tables.against_best(study.record)
     assert len(share) == (1 + len(NAMED)) * 2 * (2 + 4 + 1) + 2
     assert set(share.index.levels[0]) == {THIS_MACHINE, *NAMED}
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
-    assert (oracle >= 1 - 1e-9).all(axis=None)  # it knows more than a K fixed in hindsight
+    assert (oracle >= 1 - 1e-9).all(axis=None)  # it adapts K to each position
 
 
-def test_claims_are_judged_by_a_share_over_prompts(study):
+def test_claims_are_judged_by_relative_speeds_over_prompts(study):
     rows = study.record.measurements["replay"]
     assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
     values = claims.values_of(study.record, {"worst": tables.worst(study.record)})
     assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
 
 
-def test_the_router_goes_through_all_texts_as_one_stream_within_its_bound_and_beside_the_best_in_hindsight(study):
+def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(study):
     rows, record = study.record.measurements["routed"], study.record
     assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (1 + len(NAMED))
     for row in rows:
@@ -84,7 +84,7 @@ def test_the_router_goes_through_all_texts_as_one_stream_within_its_bound_and_be
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     for row in (row for row in rows if row["content"] == STREAM):
         plain_s = sum(row["plain_s"])
-        # a toy's curve is measured in microseconds: next to other processes, one round may overrun by several steps
+        # A toy's passes take microseconds: under load, a round may take several steps longer.
         overrun = max(map(curve.ratio, curve.widths)) if row["machine"] == THIS_MACHINE else 0
         assert sum(row["seconds"]) <= (1 + EPS) * plain_s + (GRACE + overrun) * plain_s / tokens
     assert tables.routed(record).shape == (len(rows), 4)
@@ -93,7 +93,7 @@ def test_the_router_goes_through_all_texts_as_one_stream_within_its_bound_and_be
     assert len(tables.mixed_stream(frame, title="x").data) == 1 + frame["arm"].nunique()
 
 
-def test_one_controller_goes_through_the_answers_of_a_conversation(study):
+def test_one_controller_processes_all_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = tables.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
     assert frame.groupby("policy")["token"].is_monotonic_increasing.all() and frame["token"].max() > 3 * 24

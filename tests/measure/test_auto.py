@@ -1,4 +1,4 @@
-"""The drafter `auto` opens what fits, measures it, and leaves every text as it is."""
+"""The drafter `auto` opens drafters that fit, measures them, and does not change texts."""
 
 from itertools import count
 
@@ -17,18 +17,18 @@ from tests.tiny_models import torch_model
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_the_router_copies_where_no_other_drafter_fits_and_keeps_the_text(temperature):
+def test_the_router_uses_lookup_if_no_other_drafter_fits_and_does_not_change_the_text(temperature):
     target = toy.cyclic(5)
     plain = generate(target, [0, 1], max_new_tokens=60, temperature=temperature)
     drafter = load_drafter("auto", target).drafter
     drafted = generate(target, [0, 1], drafter=drafter, max_new_tokens=60, temperature=temperature)
-    assert drafted.token_ids == plain.token_ids  # a cycle leaves no choice, at any temperature
+    assert drafted.token_ids == plain.token_ids  # a cycle is deterministic at any temperature
     assert drafted.drafter == "auto(suffix(x4))" and drafted.k == drafter.chooses_k
     assert len(drafter.choices) == len(drafted.rounds) - (drafted.rounds[-1].k == 0)
     assert "suffix" in judge_drafts(drafter, drafted, None)["what_paid"]
 
 
-def test_a_torch_target_drafts_with_its_own_blocks_or_says_why_not():
+def test_a_torch_target_drafts_with_its_own_blocks_and_other_targets_raise_errors():
     target = HfModel(torch_model("llama"), None, name="tiny")
     plain = generate(target, [5, 6, 7], max_new_tokens=12)
     for name, options in (("exit", {"n_blocks": 1}), ("skip", {"skipped": [0]}), ("auto", {})):
@@ -40,11 +40,11 @@ def test_a_torch_target_drafts_with_its_own_blocks_or_says_why_not():
         load_drafter("auto", target, arms="no-such")
 
 
-def test_a_draft_model_that_is_never_asked_reads_no_prompt():
+def test_an_unused_draft_model_does_not_process_the_prompt():
     draft, seconds = toy.cyclic(5), count()
     arms = [Arm(SuffixDrafter(), 4), Arm(ModelDrafter(draft), 4, draft_s=100.0)]
     router = Router(arms, [0.0, 1.0, 1.1, 1.2, 1.3, 1.4], clock=lambda: float(next(seconds)))
     draft.forward = lambda *_, **__: pytest.fail("it was read")
     drafted = generate(toy.cyclic(5), [0, 1, 2, 3, 4] * 3, drafter=router, max_new_tokens=20)
     assert drafted.token_ids == tuple(range(5)) * 4
-    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1  # of the model; suffix drafts
+    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1  # the model; suffix drafts

@@ -1,4 +1,4 @@
-"""Over which plain decoding a speed-up is: the other names of the same weights, timed in turn with the target."""
+"""The baseline of speedups: other names of the same weights, timed interleaved with the target."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -52,7 +52,7 @@ def sorted_options(name: str) -> tuple[str, list[str]]:
     return source, sorted(options.split("&"))
 
 
-def test_a_name_says_whose_weights_it_has():
+def test_a_name_determines_the_weights():
     assert weights_origin("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
     assert weights_origin("smollm2-135m?backend=hf&dtype=float32") == "of the shipped q4_1 file"
     assert "in int4: 0.00" in weights_origin(INT4) and "in llama.cpp: 0.00" in weights_origin("smollm2-135m")
@@ -62,7 +62,7 @@ def test_a_name_says_whose_weights_it_has():
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Makes a target that takes 1 s a token, and has `load` open a rival that takes `rival_s`."""
+    """Return a function that makes a target of 1 s per token and a rival of `rival_s` for `load`."""
     now = [0.0]
     for module in (loop, __import__("sys").modules["specnb.decode.generate"]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
@@ -83,7 +83,7 @@ def timed(monkeypatch):
 
 
 @pytest.mark.parametrize(("rival_s", "engine", "share"), [(0.25, "llama.cpp x", 0.25), (4.0, "torch x", 1.0)])
-def test_the_faster_of_both_is_the_baseline_and_the_other_is_closed(timed, rival_s, engine, share):
+def test_the_faster_model_is_the_baseline_and_the_rival_is_closed(timed, rival_s, engine, share):
     target, rival, load = timed(rival_s)
     found = time_baseline(target, [(0,), (1,)])
     load.assert_called_once_with("m.gguf")
@@ -95,7 +95,7 @@ def test_the_faster_of_both_is_the_baseline_and_the_other_is_closed(timed, rival
     assert over.tolist() == pytest.approx([2 * share, share, 4 * share, 2.0])
 
 
-def test_a_rival_that_cannot_be_opened_is_named_with_the_reason(timed, monkeypatch):
+def test_a_rival_that_cannot_be_opened_is_reported_with_the_reason(timed, monkeypatch):
     target, _, load = timed(0.25)
     load.side_effect = LoadError("of another family")
     found = time_baseline(target, [(0,)])

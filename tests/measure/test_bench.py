@@ -1,4 +1,4 @@
-"""Side-by-side timing: every method the same number of times, in turning order; intervals over prompts."""
+"""Interleaved timing: every method equally often, in rotating order; intervals over prompts."""
 
 from math import nan
 
@@ -13,14 +13,14 @@ from specnb.measure.cost import CostCurve
 
 
 class Clock:
-    """Methods that take a known number of seconds on a clock that nothing else moves."""
+    """Methods that take a given time on a fake clock."""
 
     def __init__(self, monkeypatch):
         self.now, self.log = 0.0, []
         monkeypatch.setattr(bench, "perf_counter", lambda: self.now)
 
     def method(self, name, seconds, run=lambda prompt: range(10)):
-        """`seconds` depend on the prompt."""
+        """Return a method that takes `seconds(prompt)`."""
 
         def timed(prompt):
             self.now += seconds(prompt)
@@ -39,7 +39,7 @@ def by_method(methods, prompts, **options):
     return compare(methods, prompts, baseline="plain", **options).set_index("method")
 
 
-def test_methods_warm_up_once_uncounted_and_their_order_turns_from_prompt_to_prompt_and_repeat_to_repeat(clock):
+def test_methods_have_one_warm_up_run_and_their_order_rotates_over_prompts_and_repeats(clock):
     slow = iter([500.0] + [1.0] * 6)
     methods = {n: clock.method(n, lambda _, n=n: next(slow) if n == "a" else 2.0) for n in "abc"}
     runs = list(interleaved(methods, [7, 8, 9], repeats=2))
@@ -48,7 +48,7 @@ def test_methods_warm_up_once_uncounted_and_their_order_turns_from_prompt_to_pro
     assert {r.method: r.wall_s for r in runs} == {"a": 1.0, "b": 2.0, "c": 2.0}
 
 
-def test_the_baseline_is_exactly_one_and_a_known_ratio_is_found(clock):
+def test_the_baselines_speedup_is_exactly_one_and_true_ratios_are_measured(clock):
     ratios = {"plain": 1.0, "double": 2.0, "half": 0.5}
     methods = {name: clock.method(name, lambda p, r=r: (1.0 + p / 3) / r) for name, r in ratios.items()}
     frame = by_method(methods, [1, 2, 3, 4, 5], repeats=2)
@@ -61,8 +61,8 @@ def test_the_baseline_is_exactly_one_and_a_known_ratio_is_found(clock):
     assert few["speedup"].tolist() == pytest.approx([1.0, 2.0, 0.5]) and few[["low", "high"]].isna().all(axis=None)
 
 
-def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
-    """A long prompt weighs more than a short one: the mean of the ratios would be 1.6."""
+def test_the_speedup_is_the_ratio_of_totals_paired_by_prompt(clock):
+    """Long prompts have more weight: the mean of the ratios would be 1.6."""
     plain, fast = [1.0, 1.0, 1.0, 1.0, 16.0], [0.25, 1.0, 1.0, 1.0, 16.0]
     methods = {"plain": clock.method("plain", plain.__getitem__), "fast": clock.method("fast", fast.__getitem__)}
     row = by_method(methods, range(5)).loc["fast"]
@@ -76,7 +76,7 @@ def test_the_speedup_is_total_over_total_paired_by_prompt(clock):
     (0.61, 1.07, True, "Leave drafting off", "busy", "100 %"),
     (1.8, -0.2, False, "Verdict: pays", "60 %", "20 %"),
 ])  # fmt: skip
-def test_a_conclusion_begins_with_what_to_do_and_has_no_break_even_of_a_busy_machine(
+def test_a_conclusion_begins_with_advice_and_has_no_break_even_if_the_machine_was_busy(
     speedup, needed, busy, first, present, absent
 ):
     rows = [("plain", 1.0, nan, nan), ("K = 1", speedup, 0.6, needed), ("auto", 1.0, 0.5, nan)]
@@ -86,12 +86,15 @@ def test_a_conclusion_begins_with_what_to_do_and_has_no_break_even_of_a_busy_mac
     timed = bench.PairBench("t", "d", curve, 1.2, False, Baseline(), table)
     assert timed.conclusion.startswith(first) and timed.leave_off == (speedup <= 1)
     assert present in timed.conclusion and absent not in timed.conclusion and f"{speedup:.2f}" in timed.conclusion
-    assert "0.00" not in timed._replace(c=0.0).conclusion  # free drafts are not why
+    assert "0.00" not in timed._replace(c=0.0).conclusion  # the cost of drafts is not the reason
     assert "undecided" in bench.PairBench(*timed[:-1], table.assign(n_prompts=3, low=nan, high=nan)).conclusion
 
 
 def prompts_at_random(rng, n, spread, length, tail):
-    """Rows (tokens, seconds, tokens, plain seconds) of `n` prompts; log speed-ups spread by `spread` around 0."""
+    """Return rows (tokens, seconds, tokens, plain seconds) of `n` prompts.
+
+    The log speedups have mean 0 and standard deviation `spread`.
+    """
     log = {"normal": rng.standard_normal, "long": lambda size: rng.exponential(size=size) - 1}[tail](n) * spread
     tokens = np.exp(length * rng.standard_normal(n))
     noise = np.exp(0.05 * rng.standard_normal((2, n)))
@@ -100,7 +103,7 @@ def prompts_at_random(rng, n, spread, length, tail):
 
 @pytest.mark.parametrize("n", [5, 12])
 @pytest.mark.parametrize(("spread", "length", "tail"), [(0.05, 0.5, "normal"), (0.4, 0.5, "normal"), (0.2, 0, "long")])
-def test_the_interval_of_few_prompts_covers_what_it_says(n, spread, length, tail):
+def test_the_interval_of_few_prompts_has_its_nominal_coverage(n, spread, length, tail):
     """A percentile bootstrap covers 82 to 85 % of these with 5 prompts, 87 to 92 % with 12."""
     rng = np.random.default_rng(2)
     truth = rate_ratio(prompts_at_random(rng, 1_000_000, spread, length, tail))
@@ -110,11 +113,11 @@ def test_the_interval_of_few_prompts_covers_what_it_says(n, spread, length, tail
 
 
 @pytest.mark.parametrize("tried", set(TERMS) - {1})
-def test_the_best_of_several_that_gain_nothing_seldom_pays(tried):
-    """Its own interval lies above 1 about twice as often as it may (2.5 %)."""
+def test_the_best_of_several_without_gain_rarely_pays(tried):
+    """Its interval without widening is above 1 about twice as often as the nominal 2.5 %."""
     rng, pays = np.random.default_rng(3), {1: 0, tried: 0}
     for _ in range(1000):
-        shared = 0.2 * rng.standard_normal(12)  # a prompt that suits one K suits the others
+        shared = 0.2 * rng.standard_normal(12)  # the K are correlated
         logs = shared + 0.2 * rng.standard_normal((tried, 12))
         seconds = np.exp(-logs - 0.2**2)  # 1 on average
         fastest, ones = min(seconds, key=np.sum), np.ones(12)
@@ -125,7 +128,7 @@ def test_the_best_of_several_that_gain_nothing_seldom_pays(tried):
     assert pays[tried] <= 30 < 40 < pays[1]
 
 
-def test_a_difference_keeps_its_sign_and_its_interval_is_symmetric():
+def test_a_difference_may_be_negative_and_its_interval_is_symmetric():
     change = interval([(x,) for x in (-3.0, -1.0, 0.0, 1.0, 3.0)], lambda rows: float(rows.mean()), log=False)
     assert change.value == 0.0 and change.low == -change.high == pytest.approx(-2.776 * 20**0.5 / 4, rel=1e-3)
     assert [student_t(df) for df in (4, 11, 29)] == pytest.approx([2.7764, 2.2010, 2.0452], rel=1e-3), "of the tables"

@@ -1,4 +1,4 @@
-"""How often the content detector is right on the labelled cases, and what it is given."""
+"""The content detector: accuracy on labelled cases, and its inputs."""
 
 import json
 
@@ -16,7 +16,7 @@ def text_of(prompt):
     return f"{turns}<|im_start|>assistant\n" if turns else prompt.text
 
 
-def test_the_detector_is_as_often_right_as_its_card_says():
+def test_the_detectors_accuracy_equals_that_on_its_card():
     lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
     cases += [(text_of(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
@@ -25,8 +25,8 @@ def test_the_detector_is_as_often_right_as_its_card_says():
     assert f"{sum(right[:114])} of 114 |" in card and f"{sum(right[114:])} of 56 |" in card
 
 
-def test_the_prompt_reaches_the_controller_with_its_turns(monkeypatch):
-    """Control tokens included: without them the content of a chat cannot be told."""
+def test_the_controller_gets_the_prompt_with_its_turns(monkeypatch):
+    """With control tokens, which the detector needs for chats."""
     seen = []
     monkeypatch.setattr(content, "detect", lambda *texts: seen.append(texts) or "code")
     target = toy.markov(4, seed=1)

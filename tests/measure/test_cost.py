@@ -1,4 +1,4 @@
-"""The verify cost curve: how it is measured and read between its points."""
+"""The verify cost curve: measurement and interpolation."""
 
 from collections import Counter
 from dataclasses import replace
@@ -15,8 +15,9 @@ from specnb.measure.cost import Cost, CostCurve, plain_rates, verify_costs, veri
 
 
 class Timed(toy.ToyLM):
-    """A forward of n tokens takes `base + slope * n` seconds of a clock that nothing else moves, the first two of each
-    width `cold` more.
+    """A pass over n tokens takes `base + slope * n` seconds on a fake clock.
+
+    The first two of each width take `cold` more.
     """
 
     base, slope, cold = 4.0, 1.0, 400.0
@@ -45,7 +46,7 @@ def curve(*medians, widths=(1, 2, 4)):
     return CostCurve(model="m", context=8, widths=widths, samples_s=tuple((m,) for m in medians))
 
 
-def test_the_curve_holds_every_repeat_of_every_width_from_the_same_context(timed):
+def test_the_curve_has_every_repeat_of_every_width_after_the_same_context(timed):
     measured = verify_curve(timed, widths=(4, 1, 2, 2), context=6, repeats=3)
     assert (measured.model, measured.context, measured.widths) == (timed.name, 6, (1, 2, 4))
     assert measured.samples_s == ((5.0,) * 3, (6.0,) * 3, (8.0,) * 3) and measured.median_s == (5, 6, 8)
@@ -60,7 +61,7 @@ def test_a_pass_over_more_tokens_that_took_less_time_is_reported_as_noise():
     assert "c = 1.20" in curve(10, 11, 12).describe(1.2, across=True)
 
 
-def test_what_cannot_be_measured_is_refused_before_a_forward(timed):
+def test_widths_that_cannot_be_measured_are_refused_before_a_forward_pass(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=16)
     for widths, context, named in (((1, 9), 12, "12 .*9"), ((1, 17), 3, "17"), ((1,), 0, "0 tokens")):
         with pytest.raises(InputError, match=named):
@@ -68,8 +69,8 @@ def test_what_cannot_be_measured_is_refused_before_a_forward(timed):
     assert timed.calls == []
 
 
-def test_c_is_measured_in_turn_with_the_curve(timed):
-    """A draft step of 2 s against a plain step of 5 s; the draft model's own vocabulary may be smaller."""
+def test_c_is_measured_interleaved_with_the_curve(timed):
+    """A draft step takes 2 s, a plain step 5 s; the draft model has a smaller vocabulary."""
     draft = timed_model(timed.now, size=3)
     draft.base = 1.0
     draft.name, draft.calls = "draft", timed.calls
@@ -84,13 +85,13 @@ def test_c_is_measured_in_turn_with_the_curve(timed):
 @pytest.mark.parametrize(
     ("n", "seconds"), [(0, 0), (1, 10), (2, 14), (4, 15), (1.5, 12), (3, 14.5), (5, 15.5), (10, 18), (0.5, 10)]
 )
-def test_seconds_are_linear_between_widths_and_go_on_with_the_last_slope(n, seconds):
+def test_seconds_are_interpolated_between_widths_and_extrapolated_with_the_last_slope(n, seconds):
     assert curve(10, 14, 15).seconds(n) == pytest.approx(seconds)
-    assert curve(10, 14, 13).seconds(100) == 13  # a last slope below zero is noise
-    assert curve(3.0, widths=(1,)).seconds(7) == 3.0  # a single width is all that is known
+    assert curve(10, 14, 13).seconds(100) == 13  # a negative last slope is noise
+    assert curve(3.0, widths=(1,)).seconds(7) == 3.0  # a single width
 
 
-def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single_steps(timed):
+def test_plain_rates_are_those_of_prefill_in_the_widest_passes_and_of_single_steps(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=8)
     prefill, steps = plain_rates(timed, n_prompt=512, n_gen=3, repeats=2)
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
@@ -100,14 +101,14 @@ def test_plain_rates_are_those_of_a_prefill_in_the_widest_forwards_and_of_single
     assert prefill["n_tokens"] == steps["n_tokens"] == 20
 
 
-def test_the_rate_that_a_round_needs_is_what_it_costs_beyond_a_step_for_each_draft():
+def test_the_needed_rate_is_the_cost_of_a_round_beyond_a_plain_step_per_draft_token():
     cost = Cost.straight("x", 1.7, 0.2)
     assert cost.rate_needed(1) == pytest.approx(0.1 + 0.2) and cost.rate_needed(4) == pytest.approx(0.1 + 0.2)
     assert cost.rate_needed(4, share=0.5) == pytest.approx((2 * (1 + 4 * 0.3) - 1) / 4)
 
 
-def test_break_even_rises_with_what_a_draft_and_a_wide_forward_cost():
-    """Where forwards are free, a draft has to be kept as often as it costs of a step."""
+def test_the_break_even_rises_with_the_costs_of_drafting_and_of_wide_passes():
+    """If wide passes are free, the break-even rate equals the cost of a draft step."""
     flat = [Cost.straight("flat", 1.0, c).break_even() for c in (0.1, 0.5, 0.9)]
     assert flat == pytest.approx([0.1, 0.5, 0.9], abs=0.02)
     assert Cost.straight("slow", 1.0, 0.1).break_even(share=0.7) > 0.3

@@ -1,4 +1,4 @@
-"""The K sweep on toys: what is run in which order, what is measured beside it, and what ends it early."""
+"""The K sweep on toy models: runs and their order, other measurements, and errors."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +31,7 @@ SMALL = KSweepParams(
 
 
 def opened(patch):
-    """The target that the sweep opens."""
+    """Return the target that the sweep opens."""
     model = reading(name="smollm2-135m?backend=hf")
     patch.setattr(experiment, "load", lambda name, **_: model)
     patch.setattr(baseline, "load", Mock(return_value=reading()))
@@ -54,7 +54,7 @@ def record():
         return run(k_max=5)
 
 
-def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the_checks_hold(record):
+def test_every_prompt_runs_plainly_and_with_every_k_and_temperature_and_the_checks_pass(record):
     runs = {(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations}
     grid = product(("code", "prose"), ("01", "02"), (0.0, 0.7), (0, 1, 3))
     assert runs == {(kind, f"{kind}-{n}", t, k) for kind, n, t, k in grid} and len(runs) == len(record.generations)
@@ -71,14 +71,14 @@ def test_every_prompt_runs_plainly_and_with_every_k_at_every_temperature_and_the
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
 
 
-def test_a_clock_that_is_set_back_during_a_run_makes_no_negative_duration(target):
+def test_a_clock_that_is_set_back_during_a_run_gives_no_negative_duration(target):
     running = experiment.Experiment("01_k_sweep", SMALL, [], target)
     running._started.utc += timedelta(days=1)
     record = running.record()
     assert timedelta() <= record.ended - record.started < timedelta(minutes=1)
 
 
-def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
+def test_the_replay_covers_every_k_and_agrees_with_the_live_runs(record):
     sweep = tables.replayed(record)
     assert set(sweep["k"]) == {1, 2, 3, 4, 5} and len(sweep) == (2 + 1) * 2 * 5
     greedy = tables.replay_check(record).query("temperature == 0")
@@ -93,7 +93,7 @@ def test_the_replay_answers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_fit_is_left_out(target, monkeypatch):
+def test_a_draft_model_has_a_cost_and_of_the_replayed_drafters_those_that_do_not_fit_are_left_out(target, monkeypatch):
     draft, load_drafter = toy.markov(7, seed=2), experiment.load_drafter
     draft.caps, draft.name, draft.close = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0", Mock()
     given = {"model": LoadedDrafter(ModelDrafter(draft))}
@@ -102,7 +102,7 @@ def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_
     record = run(drafter="model", replayed=["lookup", "model", "medusa"], live_prompts=1, max_new_tokens=12)
     assert record.measurements["c"] > 0 and draft.close.called and target.close.called
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
-    assert record.measurements["verify_curve"]["context"] == 32  # what both hold
+    assert record.measurements["verify_curve"]["context"] == 32  # half of the smaller context
     assert set(record.measurements["left_out"]) == {"medusa"}
     rows, names = tables.replay_rows(record), {"lookup(n=1..6,x4)", draft.name}
     assert rows["drafter"].value_counts().to_dict() == dict.fromkeys(names, 192)
@@ -112,8 +112,8 @@ def test_a_draft_model_has_a_cost_others_are_replayed_besides_and_what_does_not_
     assert tables.side_by_side(record)["sequences"].tolist() == 2 * [1, 2, 4, 8]
 
 
-def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
-    """A target whose wider forwards are wrong: speculation then differs from plain decoding by more than rounding."""
+def test_the_fork_of_a_greedy_run_that_differs_is_recorded(target):
+    """With a target whose wide passes are wrong, outputs differ by more than rounding."""
     forward = target.forward
 
     def wrong_when_wide(ids, n_logits=None):
@@ -129,7 +129,7 @@ def test_a_greedy_run_that_differs_is_followed_to_its_fork(target):
     assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
-def test_what_cannot_be_run_is_told_before_anything_is_timed(target, monkeypatch):
+def test_invalid_drafters_and_prompts_raise_errors_before_timing(target, monkeypatch):
     monkeypatch.setattr(experiment, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
@@ -145,7 +145,7 @@ def test_what_cannot_be_run_is_told_before_anything_is_timed(target, monkeypatch
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
-def test_what_was_generated_before_an_error_is_saved_and_what_cannot_be_saved_does_not_hide_it(
+def test_generations_before_an_error_are_saved_and_a_failure_to_save_does_not_hide_the_error(
     target, monkeypatch, tmp_path, error
 ):
     def broken(done, total, what):

@@ -1,4 +1,4 @@
-"""The league on toys: every drafter on the same texts, each live at its best K, what does not fit left out."""
+"""The league on toy models: all drafters on the same texts, live at their best K."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def record():
         return league.run_league(PARAMS)
 
 
-def test_each_drafter_follows_every_text_and_runs_live_at_its_best_k(record):
+def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(record):
     assert record.measurements["left_out"].keys() == {"jump"} and len(record.measurements["names"]) == 3
     rows = record.measurements["replay"]["rows"]
     assert len(rows) == 6 * 2 * 2 * 4 + 6 * 2 and len(record.measurements["alphas"]) == 6 * 2 * 2
@@ -47,7 +47,7 @@ def test_each_drafter_follows_every_text_and_runs_live_at_its_best_k(record):
     assert len(live) == 4 * 2 * 2 and all(g.k == best[g.drafter, g.temperature] for g in live)
 
 
-def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
+def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(record):
     table = tables.rank_drafters(record, 0.0)
     assert (
         {*table.index} == {"lookup", "self", "auto"}
@@ -62,7 +62,7 @@ def test_the_table_ranks_them_and_a_perfect_copy_keeps_all(record):
     assert tables.draw_contents(tables.compare_contents(record, 0.0)).data
 
 
-def test_the_break_even_line_is_that_of_the_engine_whose_drafters_are_marked(record):
+def test_the_break_even_line_is_computed_from_the_curve_and_drafters_across_engines_are_marked(record):
     across = [name for name in record.measurements["cs"] if "copy" in name]
     measured = record.measurements | {"c_across_engines": across}
     line, *marks = tables.draw_region(record.model_copy(update={"measurements": measured})).data
@@ -74,7 +74,7 @@ def test_the_break_even_line_is_that_of_the_engine_whose_drafters_are_marked(rec
     assert drafters["a quantized copy of the target*"] == (cs[across[0]], 1)
 
 
-def test_answers_that_repeat_themselves_are_counted(record):
+def test_looping_answers_are_counted(record):
     plain = record.generations[0]
     assert not plain.model_copy(update={"token_ids": tuple(range(40))}).loops
     assert plain.model_copy(update={"token_ids": tuple(range(10)) * 4}).loops

@@ -1,4 +1,4 @@
-"""Where two greedy runs part: a tie within the rounding noise, or a clear winner and so a fault."""
+"""Forks of greedy runs (near-tie or fault), and runs of target and drafter."""
 
 import sys
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.measure.test_cost import timed_model
 
 
 class Noisy(toy.ToyLM):
-    """In a forward of more than one token the logit of token 2 is off by `noise`, as sums in another order are."""
+    """In passes over several tokens, the logit of token 2 is off by `noise`, as by rounding."""
 
     noise = 0.0
 
@@ -38,7 +38,7 @@ class Noisy(toy.ToyLM):
 
 
 def near(gap, noise, at=4, *, float32=False):
-    """Token 1 always wins by far, but after `at` tokens tokens 2 and 3 lead, `gap` apart, by 5 over the rest."""
+    """Return a model that prefers token 1, but after `at` tokens 2 and 3, whose logits differ by `gap`."""
 
     def logits_of(prefix):
         return np.array([0, 0, 5 + gap, 5, 0] if len(prefix) == at else [0, 9, 0, 0, 0], dtype=float)
@@ -50,18 +50,18 @@ def near(gap, noise, at=4, *, float32=False):
 
 
 PROMPT = (0, 0)
-PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # part at position 2, chosen after 4 tokens
+PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # diverge at position 2, after 4 tokens
 
 
 @pytest.mark.parametrize(("gap", "noise", "float32", "tie"), [
     (0.0, 0.125, False, True), (0.25, 0.125, False, True), (0.375, 0.125, False, False),
-    # a block forward that is plainly wrong does not excuse itself
+    # noise beyond rounding is a fault
     (0.0, 0.0045, True, True), (0.0, 0.0055, True, False), (0.0, 0.45, False, True), (0.0, 0.55, False, False),
 ])  # fmt: skip
-def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise_where_this_may_be_rounding(gap, noise, float32, tie):
-    """Both candidates may move, in opposite directions, by the noise.
+def test_a_near_tie_has_a_margin_of_at_most_twice_the_noise_and_noise_within_rounding(gap, noise, float32, tie):
+    """The noise may change both candidates in opposite directions.
 
-    Rounding moves a logit by a share of its row's range (here 5): a thousandth in float32, a tenth in less.
+    Rounding is at most a share of the row's range (here 5): 0.001 in float32, 0.1 in other types.
     """
     fork = explain_fork(near(gap, noise, float32=float32), PROMPT, PLAIN, OTHER, width=3)
     assert (fork.position, fork.token_ids, fork.near_tie) == (2, (2, 3), tie)
@@ -72,7 +72,7 @@ def test_a_near_tie_is_a_margin_of_at_most_twice_the_noise_where_this_may_be_rou
 
 
 def drafted(model, n=24):
-    """A live run that drafts with `model`, and its replay."""
+    """Return a live run that drafts with `model`, and its replay."""
     target = toy.cyclic(5)
     drafter = ModelDrafter(model)
     ((_, (recording,)),) = record(target, [drafter], [(0, 1)], max_new_tokens=n)
@@ -81,8 +81,8 @@ def drafted(model, n=24):
 
 
 @pytest.mark.parametrize(("gap", "noise", "near_tie"), [(0.1, 0.2, True), (3.0, 7.0, False)])
-def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
-    """Behind token 0 token 2 is second by `gap`: forwards of two tokens prefer it, as after a fully kept round."""
+def test_a_draft_token_that_differs_live_is_found_and_explained(gap, noise, near_tie):
+    """After token 0, token 2 is second by `gap`, but first in passes over two tokens."""
 
     def logits_of(prefix):
         row = np.zeros(5)
@@ -103,12 +103,12 @@ def test_a_draft_that_differs_live_is_found_and_judged(gap, noise, near_tie):
     assert explain_draft(model, *drafted(model)) is None
 
 
-SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "dear": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
+SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "expensive": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
 
 
 @pytest.fixture
 def opened(monkeypatch, open_with):
-    """Timed toys by name: targets and drafts; all agree always."""
+    """Open timed toy models by name, which always agree."""
     now = [0.0]
     for module in (cost, pair, loop, router, sys.modules["specnb.decode.generate"]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
@@ -122,7 +122,7 @@ def opened(monkeypatch, open_with):
 
 
 @pytest.mark.parametrize("k", [3, None])
-def test_nan_of_a_draft_model_is_a_fallback_that_the_summary_names_or_an_error(k, opened, monkeypatch):
+def test_nan_of_a_draft_model_is_a_reported_fallback_or_with_strict_an_error(k, opened, monkeypatch):
     right = ModelDrafter.propose
 
     def propose(self, tokens, k, picker):
@@ -141,10 +141,10 @@ def test_nan_of_a_draft_model_is_a_fallback_that_the_summary_names_or_an_error(k
 
 
 @pytest.mark.parametrize(("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)])
-def test_without_a_baseline_the_speedup_is_reckoned_with_single_steps_of_the_run_and_is_no_tau(
+def test_without_a_baseline_the_speedup_is_estimated_from_single_steps_and_differs_from_tau(
     opened, drafter, with_baseline
 ):
-    """A forward of the target takes 1 s, of the draft model 2 s: all of its drafts are kept, and none of them pays."""
+    """The target's pass takes 1 s, the draft model's 2 s: all drafts are accepted, none pays."""
     run = pair.run_pair("flat", drafter, "ab", k=3, max_new_tokens=30, with_baseline=with_baseline)
     summary, plain_s = run.summary, 29.0
     assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(plain_s / run.generation.decode_s)
@@ -153,10 +153,10 @@ def test_without_a_baseline_the_speedup_is_reckoned_with_single_steps_of_the_run
     assert pair.run_pair("flat", None, "ab", max_new_tokens=3).summary.estimated_speedup is None
 
 
-def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opened):
+def test_without_k_drafters_draft_only_if_they_pay(opened):
     paying = pair.run_pair("target", "cheap", "ab", max_new_tokens=40, with_baseline=True)
     assert paying.generation.drafter == "auto(cheap)" and paying.generation.tau > 3 and paying.summary.identical
-    losing = pair.run_pair("target", "dear", "ab", max_new_tokens=40, with_baseline=True)
+    losing = pair.run_pair("target", "expensive", "ab", max_new_tokens=40, with_baseline=True)
     assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
     assert paying.summary.alpha == 1.0 and 0 < paying.summary.break_even < 0.3 and losing.summary.break_even is None
     assert "34 of 34" in paying.summary.what_paid and "1.49" in losing.summary.what_paid
@@ -165,10 +165,10 @@ def test_without_k_a_drafter_that_pays_drafts_and_one_that_cannot_does_not(opene
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "suffix"])
-def test_a_text_that_offers_nothing_to_copy_is_said_to(opened, drafter):
+def test_a_text_with_nothing_to_copy_is_reported(opened, drafter):
     run = pair.run_pair("flat", drafter, "a", max_new_tokens=3)
     assert run.generation.total_draft_tokens == 0 and "nothing to copy" in run.summary.notes[0]
-    for settings in ({"k": 0, "max_new_tokens": 9}, {"max_new_tokens": 1}):  # there nothing could be drafted
+    for settings in ({"k": 0, "max_new_tokens": 9}, {"max_new_tokens": 1}):  # no room for drafts
         assert not pair.run_pair("flat", drafter, "a", **settings).summary.notes
 
 
@@ -186,7 +186,7 @@ def test_a_conclusion_names_its_baseline_and_a_busy_machine(opened):
 @pytest.mark.parametrize(
     ("c", "busy", "named"), [(0.5, False, "50 %"), (2.0, False, "no acceptance"), (0.5, True, "busy")]
 )
-def test_a_break_even_is_stated_where_the_machine_was_idle(c, busy, named):
+def test_a_break_even_is_stated_only_if_the_machine_was_idle(c, busy, named):
     generation = generate(toy.cyclic(5), (0, 1), drafter="lookup", k=2, max_new_tokens=12)
     drafter = ModelDrafter(toy.cyclic(5))
     judged = pair.judge_drafts(drafter, generation, cost.Cost.straight("flat", 1.0, c), busy=busy)
@@ -194,7 +194,7 @@ def test_a_break_even_is_stated_where_the_machine_was_idle(c, busy, named):
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
-def test_controllers_go_by_name_and_k_bounds_them(opened, name):
+def test_controllers_are_chosen_by_name_and_k_is_their_maximum(opened, name):
     run = pair.run_pair("target", "cheap", "ab", max_new_tokens=20, controller=name, k=3)
     assert run.summary.alpha == 1.0
     routed = pair.run_pair("target", "auto", "ab", max_new_tokens=20, controller=name, k=3)
@@ -203,12 +203,12 @@ def test_controllers_go_by_name_and_k_bounds_them(opened, name):
     assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
 
 
-def test_fewer_drafts_than_asked_for_are_noted(opened):
+def test_fewer_draft_tokens_than_requested_are_noted(opened):
     asked = {k: pair.run_pair("target", "cheap", "ab", max_new_tokens=14, k=k) for k in (4, 1000)}
     assert asked[4].summary.notes == () and "13" in asked[1000].summary.notes[0]
 
 
-def test_a_pair_is_timed_with_every_k_and_its_own_choice(opened):
+def test_a_pair_is_timed_with_every_k_and_with_the_routers_choice(opened):
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
     with open_pair("target", "cheap") as (target, drafter, _):
         timed = bench.time_pair(target, drafter, prompts, ks=(2, 4), max_new_tokens=12)
@@ -228,7 +228,7 @@ def test_the_timing_of_a_pair_reports_each_step(opened):
     assert all(name in " ".join(what for *_, what in steps) for name in ("plain", "K = 2", "auto"))
 
 
-def test_a_speedup_is_over_the_faster_engine_and_a_draft_model_in_another_one_is_noted(opened, monkeypatch):
+def test_speedups_are_over_the_faster_engine_and_a_draft_model_in_another_engine_is_noted(opened, monkeypatch):
     found = Baseline(baseline_engine="other", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0)
     monkeypatch.setattr(pair, "time_baseline", lambda *_: found)
     monkeypatch.setattr(pair, "crosses_engines", lambda *_: True)

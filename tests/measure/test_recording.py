@@ -1,4 +1,4 @@
-"""What a recording may follow: exact for every setting that it takes, refused with the value for every other."""
+"""Recordings: settings that cannot be recorded exactly are refused with their value."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ class Sampler(LookupDrafter):
         return super().propose(tokens, k, picker)._replace(ids=(picker.pick(np.zeros(4))[0],))
 
 
-def test_drafters_and_generations_that_cannot_be_followed_are_refused():
+def test_drafters_and_generations_that_cannot_be_recorded_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
@@ -38,4 +38,4 @@ def test_drafters_and_generations_that_cannot_be_followed_are_refused():
     for generation, n, named in [(stranger, 9, "stranger"), (plain, 10, "9 tokens"), (drafted, 9, "K = 3")]:
         with pytest.raises(InputError, match=named):
             follow(target, [LookupDrafter()], generation, max_new_tokens=n)
-    assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # a record from before it was kept
+    assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # an older record

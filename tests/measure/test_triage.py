@@ -1,4 +1,4 @@
-"""Triage by acceptance: each planted fault of a drafter is named first, and sound drafters, however poor, never are."""
+"""Triage: each planted fault is the first suspicion, and correct drafters are never suspicious."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_
 
 
 class Planted(ScriptedDrafter):
-    """Drafts whatever `fault(truth_ahead, tokens)` makes of the right drafts."""
+    """Drafts `fault(ids, tokens)`, where `ids` are the correct draft tokens."""
 
     def __init__(self, truth, fault):
         super().__init__(truth, 1.0, vocab_size=SIZE)
@@ -79,7 +79,7 @@ def test_a_planted_fault_is_named_first(target, truth, name):
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from((0.15, 0.2, 0.3)) | st.floats(0.15, 1.0), st.integers(1, 6), st.integers(2, 250), st.integers(0))
-def test_a_sound_drafter_is_never_suspected_however_poor(target, truth, rate, k, n, seed):
+def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate, k, n, seed):
     judged = triage([run(target, ScriptedDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE)
     assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
@@ -90,30 +90,30 @@ def test_too_few_rounds_are_inconclusive(target, truth):
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
 
 
-def test_a_lookup_that_rarely_is_right_is_no_fault_and_a_text_that_repeats_itself_may_be_drafted_so(target, truth):
+def test_rare_matches_of_lookup_and_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
     rare = planted(target, truth, FAULTS["near zero"], n=250)
     assert names(rare) and not names(rare.model_copy(update={"drafter": LookupDrafter().name}))
     still = cyclic(SIZE)
     still._logits_of = lambda prefix: np.eye(SIZE)[prefix[-1]] * 8
     repeated = run(still, Planted([7] * 200, lambda ids, tokens: ids), 100)
     assert repeated.token_ids == (7,) * 100 and not names(repeated)
-    # a prompt full of zeros is drafted on as zeros: wrong here, and still no sign of a single input
+    # Draft tokens that repeat a repetitive prompt are wrong, but no sign of a single input.
     zeros = run(target, Planted(truth, lambda ids, tokens: [0] * len(ids)), 250, prompt=(*(0,) * 600, 5, 6, 7))
     assert not {"same input", "constant draft"} & set(names(zeros)) and "near zero" in names(zeros)
 
-    # one round of three right through, the others one token: no single input, for later drafts are kept
+    # Later draft tokens are accepted in one round of three, so the input is not the same.
     stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids, n=250)
     assert "same input" not in names(stutter)[:1]
 
 
-def test_texts_of_another_content_are_no_longer_texts(target, truth):
+def test_texts_of_different_content_are_not_compared_by_position(target, truth):
     short = planted(target, truth, lambda ids, tokens: ids, n=120)
     long = run(target, Planted(truth, FAULTS["near zero"]), 120, prompt=truth[:100])
     assert names(short, long)[0] == "falls with position"
     assert not names(short, long.model_copy(update={"category": "code"}))
 
 
-def test_a_text_that_leaves_plain_decoding_points_to_the_side_that_is_wrong(target, truth):
+def test_a_text_that_diverges_from_plain_decoding_points_to_the_faulty_side(target, truth):
     perfect = planted(target, truth, lambda ids, tokens: ids)
     hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
     assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])

@@ -1,4 +1,4 @@
-"""Bytes of the rollback strategies against the published table, and against real caches and real records."""
+"""Memory of the rollback strategies compared with the published table and with real caches."""
 
 from contextlib import closing
 
@@ -17,8 +17,8 @@ KIB, MIB = 1 << 10, 1 << 20
 
 STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
 WIDTHS = {"linear_value_head_dim": 12, "linear_num_value_heads": 4, "conv_kernel": 5, "conv_L_cache": 5} | STATES
-"""Sizes that are all different, so that none can stand in for another."""
-MODELS = [family for family in memory.KINDS if family in FAMILIES]  # the others share a row with one of these
+"""Distinct sizes, so that confusing two is an error."""
+MODELS = [family for family in memory.KINDS if family in FAMILIES]  # the others share a row with them
 
 
 def tiny(family):
@@ -30,13 +30,13 @@ config_of = AutoConfig.for_model
 
 
 def held(cache, name):
-    """Bytes of the tensors that a cache holds under `name`, all layers."""
+    """Return the bytes of a cache's tensors `name` in all layers."""
     states = [state for layer in cache.layers for state in getattr(layer, name, {}).values()]
     return sum(state.nbytes for state in states if state is not None)
 
 
-def test_qwen3_next_80b_is_the_published_table():
-    """transformers' defaults are the published model: 36 of 48 layers, 16 key and 32 value heads of 128, 4 taps."""
+def test_qwen3_next_80b_has_the_published_sizes():
+    """transformers' defaults: 36 of 48 layers, 16 key and 32 value heads of 128, 4 taps."""
     n, full = (sizes_of(config_of("qwen3_next", dtype=dtype)) for dtype in ("bfloat16", "float32"))
     assert full == sizes_of(config_of("qwen3_next"))
     assert (n["state"], n["window"], n["snapshot"]) == (72 * MIB, 3.375 * MIB, 75.375 * MIB)
@@ -53,8 +53,8 @@ def test_qwen3_next_80b_is_the_published_table():
     assert (rows["pre_conv_bytes"] < rows["factor_replay_bytes"]).all()
 
 
-def test_the_factors_of_mamba2_are_the_published_formula():
-    """L ((H P + G N) b + 4 H) a token; Mamba-1, with 16 columns a channel, saves a factor of 8 only."""
+def test_the_factors_of_mamba2_follow_the_published_formula():
+    """L ((H P + G N) b + 4 H) per token; for Mamba-1, with 16 columns, the factor is only 8."""
     n = sizes_of(config_of("mamba2", dtype="bfloat16"))
     assert n["factor_replay"] == n["raw_replay"] == 64 * ((128 * 64 + 8 * 128) * 2 + 128 * 4)
     assert n["pre_conv"] == n["column"] + 64 * 128 * 4
@@ -65,8 +65,8 @@ def test_the_factors_of_mamba2_are_the_published_formula():
 
 @pytest.mark.parametrize("family", MODELS)
 @torch.no_grad()
-def test_formulas_are_the_bytes_of_the_caches_of_every_family(family):
-    """transformers keeps all taps of the convolution's window; what is read again is a column less."""
+def test_the_formulas_give_the_bytes_of_every_familys_cache(family):
+    """transformers stores all taps of the convolution, one column more than is needed."""
     model = tiny(family)
     cache = DynamicCache(config=model.config)
     for ids in (torch.arange(3, 9)[None], torch.tensor([[9]])):
@@ -78,18 +78,18 @@ def test_formulas_are_the_bytes_of_the_caches_of_every_family(family):
     assert not memory.parts(n)["times_smaller"].isna().any()
 
 
-def test_formulas_are_the_bytes_of_llama_cpps_state(tmp_path):
+def test_the_formulas_give_the_bytes_of_llama_cpps_state(tmp_path):
     import llama_cpp
 
     config = config_of("mamba", hidden_size=32, num_hidden_layers=2, state_size=16, conv_kernel=4)
     with closing(specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?threads=1")) as model:
         model.forward([5, 6, 7])
         n_bytes = llama_cpp.llama_state_seq_get_size(model._context, 0)
-    assert 0 <= n_bytes - sizes_of(config)["snapshot"] < 100, "beside the state only a header"
+    assert 0 <= n_bytes - sizes_of(config)["snapshot"] < 100, "a header in addition to the state"
 
 
-def test_bytes_of_models_by_name_and_of_a_config_of_ones_own():
-    """A composite config is its text part."""
+def test_models_are_sized_by_name_or_config():
+    """Of a composite config, the text part is used."""
     composite = config_of("qwen3_5")
     assert sizes_of(composite) == sizes_of(composite.text_config)
     table = memory.of_models(memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])["n_bytes"]

@@ -1,4 +1,4 @@
-"""The measurement of notebook 04 on a tiny random hybrid: drafts, strategies, failures, twin, trees, figures."""
+"""Notebook 04 on a tiny random hybrid: drafts, strategies, failures, twin, trees, figures."""
 
 import json
 from contextlib import closing
@@ -36,12 +36,12 @@ def record(folder):
     small = {"ks": [2], "acceptance": [0.0, 1.0], "passages": 1, "prompt_tokens": 9, "max_new_tokens": 6}
     params = RollbackParams(target=str(folder), draft=str(folder), **small)
     record = strategies.run_strategies(params, progress=lambda done, total, _next: steps.append((done, total)))
-    assert save(record).is_dir()  # every number is one that JSON has
+    assert save(record).is_dir()  # all numbers are valid JSON
     assert steps == [(done, 5) for done in range(5)]
     return record
 
 
-def test_scripted_drafts_are_right_as_often_as_asked_and_the_same_for_all():
+def test_scripted_drafts_have_the_given_acceptance_and_depend_on_the_seed_only():
     target = toy.markov(20, seed=3)
     truth = generate(target, [1], max_new_tokens=400).token_ids
     never, half, again, always = (
@@ -71,7 +71,7 @@ def test_every_strategy_of_both_engines_is_measured_and_exact(record):
     assert drafters.loc[drafters["drafter"] != "lookup", "acceptance_rate"].min() > 0.9  # the same weights
 
 
-def test_tables_and_figures_show_what_was_measured(record):
+def test_tables_and_figures_show_the_measured_values(record):
     table = figures.strategies(record)
     pairs, best = figures.fused(table), figures.fastest_strategies(table)
     assert len(pairs) == 4 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
@@ -84,7 +84,7 @@ def test_tables_and_figures_show_what_was_measured(record):
         assert drawn == {place: (row.speedup, row.method) for row, place in places.items()}
 
 
-def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_and_neither(folder):
+def test_both_failures_are_reproduced_and_the_twin_has_its_hybrids_shapes_but_neither_failure(folder):
     message = failures.llama_refusal(f"{folder}?backend=llama&weights=f32")
     assert "could not decode" in message and "sequence 0 in the input batch have a starting position" in message
     frame = failures.transformers_crop(str(folder))
@@ -103,7 +103,7 @@ def test_both_failures_are_reproduced_and_the_twin_has_the_shapes_of_its_hybrid_
         attention_twin("nowhere")
 
 
-def test_trees_are_verified_as_path_by_path(monkeypatch):
+def test_trees_give_the_outputs_of_their_paths(monkeypatch):
     monkeypatch.setattr(delta_rule, "NODES", (1, 5))
     frame = delta_rule.tree_cost()
     assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]

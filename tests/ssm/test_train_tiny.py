@@ -1,4 +1,4 @@
-"""The embedded pair in data/models: what ships is what its card says."""
+"""The embedded pair in data/models equals its card."""
 
 import json
 
@@ -9,7 +9,7 @@ from specnb.lm.files import embedded_root
 MODELS = embedded_root()
 
 
-def test_the_card_says_what_the_facts_say_and_its_commands_give_the_recipes():
+def test_the_card_equals_the_facts_and_its_commands_reproduce_the_recipes():
     facts = json.loads((MODELS / "training.json").read_text())
     assert (MODELS / "README.md").read_text(encoding="utf-8") == card(facts)
     for stage, training in facts["stages"].items():

@@ -1,4 +1,4 @@
-"""`specnb/API.md` is the page of the public names, from their docstrings; `python -m tests.top.test_api` writes it."""
+"""`specnb/API.md` documents the public names; `python -m tests.top.test_api` generates it from docstrings."""
 
 import ast
 import inspect
@@ -13,7 +13,7 @@ from specnb.io import project_dir
 PAGE = project_dir() / "specnb" / "API.md"
 HEAD = """# Public names
 
-What `import specnb` offers. Made from the docstrings by `python -m tests.top.test_api`; the glossary is in
+The names that `import specnb` provides, generated from docstrings by `python -m tests.top.test_api`. The glossary is in
 [`__init__.py`](__init__.py).
 """
 
@@ -31,7 +31,7 @@ def declaration(node: ast.AST) -> ast.AST:
 
 
 def formatted(doc: str) -> str:
-    """Return a docstring as Markdown: examples and drawings become blocks of code."""
+    """Return a docstring as Markdown, with examples and diagrams as code blocks."""
     parts = doc.split("\n\n")
     return "\n\n".join(f"```python\n{part}\n```" if part.startswith((">>>", "    ")) else part for part in parts)
 
@@ -55,8 +55,8 @@ def page() -> str:
     return subprocess.run(ruff, input=text, capture_output=True, text=True, check=True).stdout
 
 
-def test_the_page_of_public_names_is_that_of_the_docstrings():
-    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: python -m tests.top.test_api"
+def test_the_api_page_equals_the_docstrings():
+    assert PAGE.read_text(encoding="utf-8") == page(), "regenerate it: python -m tests.top.test_api"
 
 
 if __name__ == "__main__":

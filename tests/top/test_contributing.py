@@ -1,4 +1,4 @@
-"""What developers read is true: the picture of rooms is the contract, files and lines of make exist, one page."""
+"""Documents for developers: the diagram equals the import contract, linked files and make targets exist."""
 
 import re
 import tomllib
@@ -13,13 +13,13 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
-def test_the_picture_of_the_rooms_is_the_import_contract():
+def test_the_diagram_of_the_rooms_equals_the_import_contract():
     (doors,) = (c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("doors"))
     picture = " --> ".join(doors["layers"]).replace("specnb.", "").replace("|", "&")
-    assert picture in PAGE, f"the line of the picture has to be: {picture}"
+    assert picture in PAGE, f"expected this line in the diagram: {picture}"
 
 
-def test_the_page_is_one_and_names_what_exists():
+def test_contributing_is_one_page_and_its_links_and_make_targets_exist():
     links = {link for link in re.findall(r"\]\(([^)#:]+)\)", PAGE) if not (ROOT / link).exists()}
     lines = set(re.findall(r"`?make ([a-z]+)", PAGE)) - set(
         re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -27,7 +27,7 @@ def test_the_page_is_one_and_names_what_exists():
     assert (links, lines) == (set(), set()) and len(PAGE.splitlines()) <= 100
 
 
-def test_requirements_are_pinned_within_the_ranges_of_the_project_and_those_of_developers_apart():
+def test_requirements_are_pinned_within_the_projects_ranges_in_separate_files_for_users_and_developers():
     files = [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "requirements-dev.txt")]
     users, developers = (dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)) for text in files)
     extras = PROJECT["project"]["optional-dependencies"]

@@ -1,4 +1,4 @@
-"""The doctor: every prerequisite is looked at, a missing one names its fix, and nothing that breaks stops it."""
+"""The doctor: it checks every prerequisite, reports a fix for each problem, and continues after errors."""
 
 from itertools import repeat
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from specnb.doctor import Prerequisite, check_decode, check_hardware, diagnose, 
         ("raise RuntimeError('no such library')", False, "no such library", doctor.REINSTALL),
     ],
 )
-def test_how_the_probe_ends_says_what_is_wrong_and_what_to_do(monkeypatch, probe, ok, detail, fix):
+def test_the_exit_of_the_decoding_process_determines_the_problem_and_its_fix(monkeypatch, probe, ok, detail, fix):
     monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: "model.gguf")
     (finding,) = check_decode(probe, timeout_s=0.5 if "sleep" in probe else 60)
     assert finding.ok is ok and detail in finding.detail and fix in finding.fix and bool(finding.fix) is not ok
@@ -32,11 +32,11 @@ def test_the_real_model_decodes():
     assert decodes.ok is True and fits.ok is not False and "uses" in fits.detail
 
 
-def test_a_build_that_leaves_instructions_unused_warns_with_the_rebuild_even_if_it_dies(monkeypatch):
+def test_a_build_without_the_cpus_instructions_is_a_warning_with_the_rebuild_command_even_if_it_crashes(monkeypatch):
     monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: "model.gguf")
     for isa, ok, lacks in (
         (["avx2", "amx_int8"], True, ""), (["avx2", "avx512f", "avx512_vnni"], None, "AVX512 AVX512_VNNI"),
-        ([], True, ""),  # a system that does not tell
+        ([], True, ""),  # unknown
     ):  # fmt: skip
         monkeypatch.setattr(doctor, "cpu_facts", lambda isa=isa: {"isa": isa})
         decodes, fits = check_decode("print('CPU : AVX2 = 1 | FMA = 0 |', flush=True); import os; os.abort()")
@@ -54,12 +54,12 @@ THREADS = {"OMP_NUM_THREADS": "8", "OPENBLAS_NUM_THREADS": "1", "GOMP_SPINCOUNT"
     ({}, {"OMP_NUM_THREADS": "8,2"}, "threads", "export OMP_NUM_THREADS=8"),
     ({}, {"OPENBLAS_NUM_THREADS": "8"}, "threads", "export OPENBLAS_NUM_THREADS=1"),
     ({}, {"OMP_MAX_ACTIVE_LEVELS": "2", "MKL_NUM_THREADS": "9"}, "threads", "MKL_NUM_THREADS=8 OMP_MAX_ACTIVE"),
-    ({"available_cores": 4}, {"OMP_NUM_THREADS": None}, "threads", "export OMP_NUM_THREADS=4"),  # a quota
+    ({"available_cores": 4}, {"OMP_NUM_THREADS": None}, "threads", "export OMP_NUM_THREADS=4"),  # quota
     ({"numa_nodes": 2}, {}, "NUMA", "numactl --cpunodebind=0 --membind=0"),
     ({"huge_pages": "never"}, {}, "transparent huge pages", "echo madvise | sudo tee /sys/"),
     ({"governor": "powersave"}, {}, "CPU governor", "cpupower frequency-set -g performance"),
 ])  # fmt: skip
-def test_what_makes_models_slow_here_is_explained_with_a_command(monkeypatch, cpu, settings, name, fix):
+def test_settings_that_slow_models_down_are_reported_with_a_command(monkeypatch, cpu, settings, name, fix):
     record = {"cpu": CPU, "threads": THREADS, "torch": {"threads": 8}}
     monkeypatch.setattr(doctor, "provenance", lambda: record)
     assert [finding.ok for finding in check_hardware()] == [True] * 5
@@ -70,7 +70,7 @@ def test_what_makes_models_slow_here_is_explained_with_a_command(monkeypatch, cp
     assert [finding.name for finding in check_hardware()] == ["threads"]
 
 
-def test_other_processes_on_the_cores_are_a_warning_and_nothing_is_timed(monkeypatch):
+def test_load_of_other_processes_is_a_warning_and_prevents_timing(monkeypatch):
     monkeypatch.setattr(doctor, "check_decode", lambda: Prerequisite(doctor.DECODES, True, "", ""))
     monkeypatch.setattr(doctor, "check_threads", lambda: Prerequisite(doctor.SPEED, True, "", ""))
     for taken, ok in ((0.1, True), (1.0, None)):
@@ -81,12 +81,14 @@ def test_other_processes_on_the_cores_are_a_warning_and_nothing_is_timed(monkeyp
 
 @pytest.mark.parametrize(("single_threaded", "fix"), [
     ([(40, 80, False)] * 2, ""),
-    ([(59, 149, False), (63, 155, False)], ""),  # 3 % are noise
+    ([(59, 149, False), (63, 155, False)], ""),  # 3 % is noise
     ([(80, 160, False)] * 2, "smollm2-135m?threads=1"),
     ([(90, 80, False)] * 2, ""),  # faster at 1, slower at 8
     ([(90, 200, True), (90, 200, False)], "wait until the machine is idle, then: specnb check"),
 ])  # fmt: skip
-def test_measured_speeds_advise_only_what_is_clearly_faster_on_an_idle_machine(monkeypatch, single_threaded, fix):
+def test_a_thread_count_is_recommended_only_if_it_is_clearly_faster_on_an_idle_machine(
+    monkeypatch, single_threaded, fix
+):
     monkeypatch.setattr(doctor, "available_cores", lambda: 2)
     monkeypatch.setattr(doctor, "allowed_cores", lambda: [0, 1])
     speeds = {1: iter(single_threaded), 2: repeat((60, 150, False))}
@@ -103,13 +105,13 @@ def test_the_real_model_is_timed():
     assert finding.ok is not False and "threads 1: " in finding.detail
 
 
-def test_a_browser_is_a_file_or_a_warning(monkeypatch):
+def test_a_missing_browser_is_a_warning(monkeypatch):
     for path, ok in ((__file__, True), (None, None), ("/no/such/chrome", None)):
         monkeypatch.setattr("choreographer.browsers.chromium.Chromium.find_browser", lambda path=path, **_: path)
         assert doctor.check_browser().ok is ok
 
 
-def test_every_problem_has_a_fix_and_so_has_a_check_that_breaks(monkeypatch):
+def test_every_problem_has_a_fix_even_if_a_check_raises_an_error(monkeypatch):
     def check_half_done():
         yield Prerequisite("first", True, "", "")
         raise OSError("disk on fire")

@@ -1,8 +1,8 @@
-"""The house stays small and plain: ceilings, folders, importers, users of every symbol, names.
+"""Size and style of the package: ceilings, folders, importers, unused symbols, names.
 
-`house.toml` holds the present numbers, which only sink: tokens of Python by room; words and signs of other files by
-room; modules that bind a banned name, which
-does not say what it holds; modules that share a public name. `python -m tests.top.test_house` writes them anew.
+`house.toml` has the current numbers, which may only decrease: tokens of Python by room; words and signs of other files
+by room; modules that bind a vague (banned) name; modules that share a public name. `python -m tests.top.test_house`
+updates them.
 """
 
 import ast
@@ -23,7 +23,7 @@ ROOT = project_dir()
 HOUSE = Path(__file__).with_name("house.toml")
 NUMBERS = tomllib.loads(HOUSE.read_text(encoding="utf-8"))
 ONE_IMPORTER = 28
-"""Modules with one importer beside those that the registry names."""
+"""Modules with one importer, except for those in the registry."""
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING,
           tokenize.ENDMARKER}  # fmt: skip
 
@@ -44,7 +44,7 @@ NOTEBOOKS = {path.stem: notebook(path) for path in sorted((ROOT / "notebooks").g
 
 
 def tokens(path: Path) -> int:
-    """Tokens of Python's tokenizer that are code."""
+    """Return the number of tokens of Python's tokenizer without comments and docstrings."""
     text = path.read_text(encoding="utf-8")
     prose = {
         line
@@ -57,7 +57,7 @@ def tokens(path: Path) -> int:
 
 
 def rooms() -> dict[str, int]:
-    """Tokens of each room, of the modules beside the rooms (`specnb`), and of the tests."""
+    """Return the tokens of each room, of the modules outside of rooms (`specnb`), and of the tests."""
     sizes = Counter()
     for path in SOURCES:
         folders = path.relative_to(ROOT / "specnb").parts[:-1]
@@ -66,7 +66,7 @@ def rooms() -> dict[str, int]:
 
 
 def texts() -> dict[str, int]:
-    """Words and signs of the TOML, HTML, JavaScript and CSS of each room."""
+    """Return the words and signs of the TOML, HTML, JavaScript and CSS of each room."""
     sizes = Counter()
     for path in sorted((ROOT / "specnb").rglob("*")):
         if path.suffix in (".toml", ".html", ".js", ".css"):
@@ -77,7 +77,7 @@ def texts() -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("name", "count"), [("tokens", rooms), ("texts", texts)])
-def test_each_room_stays_below_its_ceiling_and_near_it(name, count):
+def test_each_room_has_at_most_as_many_tokens_as_its_ceiling_and_not_many_fewer(name, count):
     ceilings, sizes = NUMBERS[name], count()
     assert sizes.keys() == ceilings.keys()
     off = {room: (n, ceilings[room]) for room, n in sizes.items() if not 0.97 * ceilings[room] <= n <= ceilings[room]}
@@ -89,7 +89,7 @@ def test_the_readme_is_one_page():
 
 
 def shared_prefixes(folder: Path) -> set[str]:
-    """Prefixes `head` of modules and folders such as `head` and `head_gates`, or `head_a` and `head_b`."""
+    """Return prefixes shared by modules and folders, such as `head` of `head_a` and `head_b`."""
     names = [p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
     return {p for p, n in Counter(name.split("_")[0] for name in names if name != "__init__").items() if n > 1}
 
@@ -103,7 +103,7 @@ def test_a_folder_has_few_files_and_no_two_with_the_same_prefix():
 
 
 def imports(tree: ast.Module) -> set[str]:
-    """Modules of the package that a module imports, inside functions too, and those it names as "module:object"."""
+    """Return the modules of the package that a module imports, or names as "module:object"."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -116,7 +116,7 @@ def imports(tree: ast.Module) -> set[str]:
     return names & set(MODULES)
 
 
-def test_a_module_with_one_importer_is_part_of_that_importer():
+def test_few_modules_have_a_single_importer():
     importers = defaultdict(set)
     for name, tree in MODULES.items():
         for other in imports(tree) - {name}:
@@ -129,14 +129,14 @@ def test_a_module_with_one_importer_is_part_of_that_importer():
 
 
 def definitions(tree: ast.Module) -> set[str]:
-    """Names of functions, classes and constants at the top of a module."""
+    """Return the names of functions, classes and constants at the top level of a module."""
     assigned = {n.id for node in tree.body for n in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign)
                 and isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
     return {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)} | assigned
 
 
 def uses(tree: ast.AST) -> set[str]:
-    """Names that code reads, imports, or spells in a string such as "module:object"."""
+    """Return names that code reads, imports, or has in a string such as "module:object"."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -152,7 +152,7 @@ def uses(tree: ast.AST) -> set[str]:
 SCRIPTS = [*(ROOT / "data").rglob("*.py"), *(ROOT / "tests/benchmarks").rglob("*.py")]
 
 
-def test_what_scripts_import_from_the_package_is_there():
+def test_names_that_scripts_import_from_the_package_exist():
     offered = {name: definitions(tree) | {alias.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)
                                           for alias in n.names} for name, tree in MODULES.items()}  # fmt: skip
     offered["specnb"] |= set(specnb.__all__)
@@ -178,7 +178,7 @@ def test_every_symbol_has_a_user_other_than_tests():
 
 
 def identifiers(tree: ast.AST) -> set[str]:
-    """Names that code binds: variables, parameters, functions, classes, fields."""
+    """Return the names that code binds: variables, parameters, functions, classes, fields."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -190,19 +190,19 @@ def identifiers(tree: ast.AST) -> set[str]:
 
 
 def banned() -> Counter[str]:
-    """How many modules bind each banned name."""
+    """Return the number of modules that bind each banned name."""
     return Counter(name for tree in MODULES.values() for name in identifiers(tree) & NUMBERS["banned"].keys())
 
 
 def repeated() -> Counter[str]:
-    """Functions and classes that other modules may use, of the same name in several modules; commands are for users."""
+    """Return public functions and classes with the same name in several modules, except for commands."""
     public = (node.name for name, tree in MODULES.items() if "specnb.cli" not in name for node in tree.body
               if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_")  # fmt: skip
     return Counter({name: n for name, n in Counter(public).items() if n > 1})
 
 
 @pytest.mark.parametrize("count", [banned, repeated])
-def test_names_say_what_they_hold_and_are_unique(count):
+def test_vague_and_repeated_names_do_not_increase(count):
     assert count() - Counter(NUMBERS[count.__name__]) == Counter()
 
 

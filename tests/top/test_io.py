@@ -1,4 +1,4 @@
-"""The I/O kernel: one JSON form a value, digests, bounded reading, writing that never leaves half a file."""
+"""I/O: conversion to JSON, digests, reading with limits, atomic writing."""
 
 import enum
 import hashlib
@@ -25,19 +25,19 @@ JSON = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON, max_size=3), st.randoms())
-def test_values_of_json_stay_as_they_are_and_the_order_of_keys_does_not_count(value, random):
+def test_json_values_are_unchanged_and_digests_ignore_the_order_of_keys(value, random):
     items = list(value.items())
     random.shuffle(items)
     assert plain(value) == value and digest(dict(items)) == digest(value)
 
 
-class Colour(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
+class Color(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
     RED = "red"
 
 
-def test_values_have_one_plain_form_and_those_that_json_lacks_are_refused_with_their_place():
+def test_other_values_are_converted_or_refused_with_their_place():
     for value, expected in (
-        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Colour.RED: Colour.RED}, {"red": "red"}),
+        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Color.RED: Color.RED}, {"red": "red"}),
         (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"), (create_model("P", k=(int, 4))(), {"k": 4}),
     ):  # fmt: skip
         assert (plain(value), type(plain(value))) == (expected, type(expected))
@@ -51,7 +51,7 @@ def test_values_have_one_plain_form_and_those_that_json_lacks_are_refused_with_t
     assert plain(rows, nan=None) == [{"rate": 0.5, "n": 1}, {"rate": None, "n": None}]
 
 
-def test_a_file_is_hashed_once_and_another_size_or_time_is_another_file(tmp_path, monkeypatch):
+def test_a_file_is_hashed_again_only_if_its_size_or_time_changes(tmp_path, monkeypatch):
     file = tmp_path / "w"
     for data, mtime in ((b"[1]", 1), (b"one", 2), (b"three", 2), (b"seven", 3)):
         file.write_bytes(data)
@@ -63,7 +63,7 @@ def test_a_file_is_hashed_once_and_another_size_or_time_is_another_file(tmp_path
     assert file_digest(str(file)) == file_digest(tmp_path / "link") == digest(b"seven")
 
 
-def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read_up_to_its_limit(tmp_path):
+def test_invalid_files_and_json_are_refused_with_their_name_and_files_up_to_the_limit_are_read(tmp_path):
     file = tmp_path / "some.json"
     os.mkfifo(tmp_path / "pipe")  # reading a pipe or a device may never end
     for bad in (file, tmp_path, tmp_path / "pipe", Path("/dev/zero")):
@@ -84,7 +84,7 @@ def test_what_is_no_file_or_no_json_object_is_refused_by_name_and_a_file_is_read
     ("variable", "folder"),
     [("SPECNB_CACHE", cache_dir), ("XDG_CACHE_HOME", cache_dir), ("SPECNB_RESULTS", results_dir)],
 )
-def test_a_folder_of_an_unknown_user_is_named(variable, folder, monkeypatch):
+def test_a_folder_of_an_unknown_user_is_refused_with_its_name(variable, folder, monkeypatch):
     monkeypatch.delenv("SPECNB_CACHE", raising=False)
     monkeypatch.setenv(variable, "~no-such-user/x")
     with pytest.raises(InputError, match="~no-such-user/x"):

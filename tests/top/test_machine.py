@@ -1,4 +1,4 @@
-"""The machine: facts of Linux from made-up files, memory that is refused with every number, load on a fake clock."""
+"""The machine: Linux facts from test files, refused memory, and load on a fake clock."""
 
 import sys
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ MIB, GIB = 1 << 20, 1 << 30
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """A machine without a file, and what writes some: by path under PROC and SYSTEM."""
+    """Return a function that writes files under PROC and SYSTEM, which are empty."""
     monkeypatch.setattr(machine, "PROC", tmp_path / "proc")
     monkeypatch.setattr(machine, "SYSTEM", tmp_path / "sys")
 
@@ -55,7 +55,7 @@ SERVER = {
 }
 
 
-def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, write):
+def test_linux_settings_are_read_and_hyperthreads_do_not_count_as_cores(monkeypatch, write):
     monkeypatch.setattr(machine, "allowed_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
     names = ("available_cores", "quota_cores", "threads_per_core", "numa_nodes", "huge_pages", "governor")
@@ -73,7 +73,7 @@ def test_settings_of_linux_are_read_and_hyperthreads_are_no_cores(monkeypatch, w
 # ---- memory
 
 
-def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
+def test_a_model_that_exceeds_free_memory_is_refused_with_every_number(monkeypatch):
     assert kv_bytes(30, 3, 64, 2048, 2) == 2 * 30 * 3 * 64 * 2048 * 2  # SmolLM2-135M
     assert need_bytes(GIB) == GIB + 256 * MIB and need_bytes(100 * GIB, 1) == 105 * GIB + 1
     monkeypatch.setattr(machine, "free_bytes", lambda device: need_bytes(3 * GIB, GIB))
@@ -88,9 +88,13 @@ def test_what_does_not_fit_is_refused_with_every_number(monkeypatch):
 ANON = f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"
 GROUPS = [
     ("0::/", {"": {"max": "max", "current": GIB}}, 5),  # no limit
-    ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft one
+    ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft limit
     ("0::/", {"": {"max": 4 * GIB, "current": 3 * GIB, "stat": ANON}}, 3),  # file pages that the kernel drops
-    ("0::/a", {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}}, 1),  # the tightest
+    (
+        "0::/a",
+        {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}},
+        1,
+    ),  # the lowest limit
     ("4:cpu,cpuacct:/c\n0::/a/b", {"a/b/": {"max": 3 * GIB, "current": GIB}}, 2),
     ("0::/", {"": {"max": GIB, "current": 2 * GIB}}, 0),
     ("0::/docker/of/the/host", {"": {"max": GIB, "current": 0}}, 1),
@@ -99,7 +103,7 @@ GROUPS = [
 
 
 @pytest.mark.parametrize(("path", "groups", "free"), GROUPS)
-def test_a_control_group_bounds_free_memory(monkeypatch, write, path, groups, free):
+def test_a_control_group_limits_free_memory(monkeypatch, write, path, groups, free):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
     assert free_bytes("cpu") == 5 * GIB
     write({"proc/self/cgroup": path})
@@ -108,7 +112,7 @@ def test_a_control_group_bounds_free_memory(monkeypatch, write, path, groups, fr
     assert free_bytes("cpu") == free * GIB
 
 
-def test_vram_is_what_the_driver_has_free_and_torch_holds_unused(monkeypatch):
+def test_free_vram_includes_memory_that_torch_reserved_but_does_not_use(monkeypatch):
     cuda = SimpleNamespace(
         device_count=lambda: 2, mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
         memory_reserved=lambda index: 3 * GIB, memory_allocated=lambda index: 2 * GIB,
@@ -126,7 +130,7 @@ CORES = 4
 
 
 class Clock:
-    """A clock, and processes that take `others` cores of CORES as it goes on."""
+    """A clock, and other processes that use `others` of CORES cores."""
 
     now = others_s = others = 0.0
 
@@ -148,10 +152,10 @@ def caps(threads) -> Capabilities:
     return Capabilities("e", "cpu", "f32", 9, 9, "crop", details={"threads": threads})
 
 
-def test_a_forward_of_many_times_the_usual_cost_for_its_width_is_slow():
+def test_a_forward_pass_that_takes_many_times_the_usual_time_for_its_width_is_slow():
     usual = [(1, 1.0)] * 10
     for more, slow in (([(1, 20.0)] * 2, 2), ([(9, 20.0)] * 9, 0), ([(1, 20.0)] * 10, 10), ([(0, 1e-9), (0, 1.0)], 0)):
-        assert machine.slow_forwards(usual + more) == slow  # each width has its cost, and none where nothing ran
+        assert machine.slow_forwards(usual + more) == slow  # by width; width 0 has no cost
     assert machine.slow_forwards([]) == 0
 
 
@@ -159,7 +163,9 @@ CASES = [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, 
 
 
 @pytest.mark.parametrize(("threads", "others", "slow", "is_busy"), [*CASES, (2, 0, 3, True)])
-def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow(clock, threads, others, slow, is_busy):
+def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_passes_are_slow(
+    clock, threads, others, slow, is_busy
+):
     clock.others, neighbours = others, Neighbours()
     clock.run(machine.LOOK_S / 2)  # too short for the processor's clock
     assert neighbours.contention(caps(threads), [])[:2] == (False, None)
@@ -169,7 +175,7 @@ def test_a_machine_is_busy_where_others_leave_too_few_cores_or_forwards_are_slow
     assert (contention.cores, contention.threads, contention.n_forwards) == (CORES, threads, 40)
 
 
-def test_threads_follow_the_free_cores_down_and_up(clock):
+def test_the_number_of_threads_follows_the_free_cores(clock):
     applied, history = [], []
     pace = ThreadPace([1, 2, 3], applied.append, any_time=True)
     for clock.others in (0.0, 1.0, 2.0, 2.9, 9.0, 2.0, 0.2, 0.0):
@@ -179,8 +185,8 @@ def test_threads_follow_the_free_cores_down_and_up(clock):
     assert history == [3, 3, 2, 1, 1, 2, 3, 3] and applied == [2, 1, 2, 3]
 
 
-def test_threads_that_change_bits_change_between_generations_only(clock, monkeypatch):
-    """By what is free when a generation starts: the average over a pause tells little of that."""
+def test_threads_that_affect_rounding_change_only_between_generations(clock, monkeypatch):
+    """The load at the start of a generation decides, not the average over a pause."""
     monkeypatch.setattr(machine, "sleep", clock.run)
     pace = ThreadPace([1, 2, 4], lambda _threads: None, any_time=False)
     history = []
@@ -201,14 +207,14 @@ def test_threads_that_change_bits_change_between_generations_only(clock, monkeyp
             began = clock.now
             clock.run(60)
             pace.begin()
-            assert (pace.threads, clock.now - began) == (1, 60)  # as at the start, and no time is spent on a look
+            assert (pace.threads, clock.now - began) == (1, 60)  # unchanged, without a measurement
     clock.run(machine.LOOK_S)
     pace.begin()
     assert pace.threads == 4
 
 
 @pytest.mark.parametrize(("most", "counts"), [(1, [1]), (2, [1, 2]), (3, [1, 3]), (4, [1, 2, 4]), (16, [4, 8, 16])])
-def test_a_pace_chooses_among_few_numbers_of_threads(most, counts):
+def test_a_pace_chooses_from_few_thread_counts(most, counts):
     assert thread_counts(most) == counts
 
 

@@ -1,4 +1,4 @@
-"""The package as a whole: quick to import, every door closed that should be, nothing printed, style kept."""
+"""The package as a whole: fast imports, import contracts, no output, style."""
 
 import ast
 import doctest
@@ -37,7 +37,7 @@ before = state()
 import specnb
 light()
 first = specnb.prompts("code")
-import specnb.prompts  # the function stays, whatever is imported
+import specnb.prompts  # does not replace the function
 from specnb import prompts
 assert specnb.prompts("code") == prompts("code") == first and len(first) >= 12
 import specnb.records, specnb.params, specnb.store, specnb.provenance, specnb.doctor
@@ -54,12 +54,12 @@ assert "pandas" in sys.modules
 """
 
 
-def test_imports_are_light_and_leave_files_and_global_state_alone(tmp_path, monkeypatch):
+def test_imports_are_light_and_do_not_change_files_or_global_state(tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     assert run(sys.executable, "-c", IMPORTS) == "" and not (tmp_path / "cache").exists()
 
 
-def test_the_public_names_resolve_and_are_those_of_a_reader():
+def test_the_public_names_resolve_and_have_docstrings():
     for name in specnb.__all__:
         assert getattr(specnb, name).__doc__, name
     assert {"load", "generate", "prompts", "save", "publish", "tables", "figures"} <= set(specnb.__all__)
@@ -68,10 +68,10 @@ def test_the_public_names_resolve_and_are_those_of_a_reader():
     with pytest.raises(AttributeError, match=r"'laod'.*load"):
         specnb.laod  # noqa: B018
     modules = {p.stem for p in SOURCES if p.parent == ROOT / "specnb"} | {p.parent.name for p in SOURCES}
-    assert modules & set(specnb.__all__) == {"prompts"}  # `import specnb.x` puts the module in the place of the name x
+    assert modules & set(specnb.__all__) == {"prompts"}  # `import specnb.x` replaces a name x
 
 
-def test_a_missing_extra_says_what_to_type(monkeypatch):
+def test_a_missing_extra_raises_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setattr(metadata, "requires", lambda name: ["plotly<8,>=6; extra == 'book'", "numpy>=2"])
     with pytest.raises(MissingExtraError, match=r"plotly is not .*'specnb\[book\]'"), importing():
         raise ModuleNotFoundError(name="plotly.express")
@@ -80,7 +80,7 @@ def test_a_missing_extra_says_what_to_type(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_wheel_works_away_from_the_checkout(tmp_path, monkeypatch):
+def test_a_wheel_works_outside_the_checkout(tmp_path, monkeypatch):
     pip, site = (sys.executable, "-m", "pip"), str(tmp_path / "site")
     run(*pip, "wheel", "--no-deps", "-w", str(tmp_path), ".")
     run(*pip, "install", "--no-deps", "--target", site, *map(str, tmp_path.glob("*.whl")))
@@ -90,22 +90,22 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path, monkeypatch):
     assert json.loads(report)["verdict"] == "drop-in"
 
 
-def test_the_doors_between_rooms_are_kept_and_ruff_is_content():
+def test_the_import_contracts_hold_and_ruff_finds_nothing():
     tools = Path(sys.executable).parent
     run(str(tools / "lint-imports"), "--no-cache")
     run(str(tools / "ruff"), "check", "--no-cache", "specnb", "tests")
     run(str(tools / "ruff"), "format", "--check", "--no-cache", "specnb", "tests")
 
 
-def test_torchs_global_random_state_is_put_back_where_it_is_set():
-    """Models draw their first weights from it. Other global states, and prints, are ruff's to find."""
+def test_torchs_global_random_state_is_restored_after_seeding():
+    """Models draw initial weights from it. Ruff finds other global states, and prints."""
     for name, tree in TREES.items():
         forks = [n for n in ast.walk(tree) if isinstance(n, ast.With) and "fork_rng" in ast.unparse(n.items[0])]
         within = "".join(map(ast.unparse, forks)).count("torch.manual_seed(")
         assert ast.unparse(tree).count("torch.manual_seed(") == within, name
 
 
-def test_a_module_is_an_idea_of_bounded_length_and_says_what_it_is_for():
+def test_modules_have_limited_length_and_a_docstring():
     lengths = {str(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {path: n for path, n in lengths.items() if n > LONGEST} == {}
     modules = {name: tree for name, tree in TREES.items() if not name.endswith("__init__.py")}
@@ -116,6 +116,6 @@ EXAMPLES = [name for name in TREES if ">>> " in (ROOT / name).read_text(encoding
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_in_docstrings_hold(name):
+def test_examples_in_docstrings_pass(name):
     result = doctest.testmod(import_module(name.removesuffix(".py").replace("/", ".")))
     assert result.attempted and not result.failed

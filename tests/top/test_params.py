@@ -1,4 +1,4 @@
-"""Parameters of the notebooks: a bad value is one readable error with its field; nothing is changed silently."""
+"""Parameters of the notebooks: invalid values raise one readable error; no value is changed silently."""
 
 import pytest
 from pydantic import ValidationError
@@ -16,7 +16,7 @@ def _no_budget_from_outside(monkeypatch):
     monkeypatch.delenv(params.BUDGET, raising=False)
 
 
-def test_a_bad_value_is_one_short_line_with_field_and_value():
+def test_an_invalid_value_is_one_short_line_with_field_and_value():
     for field, value, bad in (
         ("ks", [0, 2], "0 = 0"), ("ks", [2, 4, 2], "2 is listed twice"), ("ks", [2.5], "0 = 2.5"),
         ("ks", [True], "0 = True"), ("temperatures", [-0.1], "0 = -0.1"), ("temperatures", [float("nan")], "0 = nan"),
@@ -28,7 +28,7 @@ def test_a_bad_value_is_one_short_line_with_field_and_value():
         assert bad in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
-def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_some_are_named(tmp_path, monkeypatch):
+def test_a_prompt_file_is_validated_first_and_provides_the_categories_unless_they_are_set(tmp_path, monkeypatch):
     lines = [f'{{"id": "{i}", "category": "{c}", "text": "x"}}' for i, c in enumerate(["qa", "rag", "qa"])]
     for name, end in {"mine.jsonl": "", "bad.jsonl": "{"}.items():
         (tmp_path / name).write_text("\n".join([*lines, end]))
@@ -45,7 +45,7 @@ def test_a_file_of_prompts_is_read_at_the_door_and_gives_the_categories_unless_s
             KSweepParams.checked(**given)
 
 
-def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one():
+def test_from_cell_uses_the_fields_ignores_other_names_and_lists_every_missing_field():
     cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [8, 1, 4], "temperatures": [1, 0]}
     values = KSweepParams.from_cell(cell)
     assert values == KSweepParams(ks=[1, 4, 8], temperatures=[1.0, 0.0])  # sorted; in order, as floats
@@ -58,7 +58,7 @@ def test_from_cell_takes_the_fields_leaves_the_rest_and_names_every_missing_one(
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kind: type[NotebookParams]):
+def test_sizes_that_are_not_set_follow_the_budget(kind: type[NotebookParams]):
     none, normal = dict.fromkeys(kind.sizes), kind().model_dump()
     assert kind.checked(**kind().model_dump(mode="json")) == kind()
     for budget in ("quick", "full"):
@@ -72,7 +72,7 @@ def test_sizes_that_are_none_or_absent_follow_the_budget_and_given_ones_stay(kin
             assert size["quick"] <= normal[name] <= size["full"], name
 
 
-def test_the_environments_budget_goes_before_the_cells(monkeypatch):
+def test_the_environments_budget_overrides_the_cells(monkeypatch):
     cell = GOOD | dict.fromkeys(KSweepParams.sizes) | {"budget": "quick"}
     found = {}
     for budget in ("", "quick", "normal", "full"):

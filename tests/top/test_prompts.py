@@ -1,4 +1,4 @@
-"""Prompts: what a prompt may be, how a user's file is read, and what the shipped set promises."""
+"""Prompts: valid prompts, users' files, and properties of the shipped set."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    """A valid line, changed; None leaves a field out."""
+    """Return a valid line with changes; None removes a field."""
     line = {"id": "code-01", "category": "code", "text": "def f(x):"} | changes
     return {name: value for name, value in line.items() if value is not None}
 
@@ -43,7 +43,7 @@ def write(tmp_path):
     return write
 
 
-def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write):
+def test_an_invalid_prompt_is_refused_with_file_line_and_value(write):
     for line, value in (
         (record(text=None), "text"), (record(messages=[USER]), "text"), (dialogue(USER, ASSISTANT), "assistant"),
         (dialogue(USER | {"role": "tool"}), "'tool'"), (record(id="../up"), r"'\.\./up'"), (record(txt="x"), "txt"),
@@ -62,8 +62,8 @@ def test_a_line_that_is_no_prompt_is_refused_with_file_line_and_value(write):
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
-def test_any_text_and_the_order_are_kept_whatever_separates_lines(tmp_path_factory, text):
-    """A byte order mark, CRLF and blank lines do not count; a line separator of Unicode within a text ends none."""
+def test_texts_and_their_order_are_unchanged_with_any_line_separator(tmp_path_factory, text):
+    """Byte order mark, CRLF and blank lines are ignored; Unicode line separators do not end a line."""
     path, chat = tmp_path_factory.getbasetemp() / "any.jsonl", dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
     first = json.dumps(record(id="b", text=f"\u2028{text}"), ensure_ascii=False).encode()
     path.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n  \r\n" + json.dumps(chat).encode())
@@ -72,7 +72,7 @@ def test_any_text_and_the_order_are_kept_whatever_separates_lines(tmp_path_facto
     assert [message.role for message in read[1].messages] == ["system", "user"]
 
 
-def test_lines_of_benchmarks_are_read_under_any_category_and_only_the_first_turn_is_asked(write):
+def test_benchmark_files_are_read_with_any_category_and_only_their_first_turn(write):
     source = str(write(
         {"question_id": 81, "category": "open QA", "turns": ["First?", "Then?"], "reference": ["x", "y"]},
         {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "…"},
@@ -90,7 +90,7 @@ def test_lines_of_benchmarks_are_read_under_any_category_and_only_the_first_turn
             prompts(category, source=there)
 
 
-def test_the_digest_sees_content_and_order_and_not_layout(write):
+def test_the_digest_depends_on_content_and_order_but_not_on_layout(write):
     one, two = record(id="a", text="é"), dialogue(USER) | {"id": "b"}
     turned = json.dumps(dict(reversed(one.items())), ensure_ascii=False, separators=(" ,", " : ")).encode()
     there, again = read_jsonl(write(one, two)), read_jsonl(write(turned, b"", two))
@@ -101,14 +101,14 @@ def test_the_digest_sees_content_and_order_and_not_layout(write):
     )
 
 
-def test_shipped_prompts_are_different_short_and_alternate_so_that_every_chat_template_takes_them():
+def test_shipped_prompts_are_distinct_and_short_and_their_roles_alternate_for_every_chat_template():
     shipped = prompts()
     assert len({prompt.id for prompt in shipped}) == len({tuple(texts(prompt)) for prompt in shipped}) == len(shipped)
     assert shipped == sum((prompts(category) for category in CATEGORIES), ())
     for category in CATEGORIES:
         ids = [prompt.id for prompt in prompts(category)]
         assert len(ids) >= 12 and {name.rpartition("-")[0] for name in ids} == {category}
-    # A token is rarely shorter than two bytes; 4 KiB leave room for the answer in 2048 tokens.
+    # Few tokens are shorter than two bytes: with 4 KiB, the answer fits in 2048 tokens, too.
     assert max(sum(len(text.encode()) for text in texts(prompt)) for prompt in shipped) <= 4096
     for prompt in shipped:
         roles = [message.role for message in prompt.messages or ()]

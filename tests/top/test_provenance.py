@@ -1,4 +1,4 @@
-"""Provenance: JSON-able, without a machine's paths, honest about what is not known."""
+"""Provenance: JSON without local paths; unknown facts are None."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from specnb import provenance as prov
 from specnb.provenance import git_state, provenance
 
 
-def test_record_is_json_and_names_code_machine_and_time_but_no_path():
+def test_provenance_is_json_with_code_machine_and_time_but_without_paths():
     models = [{"id": "/somewhere/private/model.gguf?backend=hf"}, {"id": "hf:org/name"}]
     record = provenance(seeds=(1, 2), models=models, prompts_digest="d", extra={"temperature": np.float32(0.5)})
     text = json.dumps(record, allow_nan=False)
@@ -27,10 +27,10 @@ def test_record_is_json_and_names_code_machine_and_time_but_no_path():
     assert not [path for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere") if path in text]
 
 
-def test_unknown_facts_are_null_and_no_error(monkeypatch):
+def test_unknown_facts_are_null(monkeypatch):
     monkeypatch.setattr(prov.metadata, "requires", lambda _: ["numpy<3,>=2", "no-such_one>=1", 'x; extra == "lab"'])
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # an import under way has no attributes yet
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # during its import
     record = provenance()
     assert record["packages"] == {"numpy": np.__version__, "no-such_one": None}
     assert record["git"] is None and record["torch"] is None and record["gpu"] is None
@@ -42,9 +42,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_git_names_the_commit_of_this_project_and_whether_anything_but_figures_and_results_changed(
-    tmp_path, monkeypatch
-):
+def test_git_state_is_the_projects_commit_and_whether_files_outside_figures_and_results_changed(tmp_path, monkeypatch):
     for name in [name for name in os.environ if name.startswith("GIT_")]:
         monkeypatch.delenv(name)
     checkout = tmp_path / "checkout"
@@ -59,7 +57,7 @@ def test_git_names_the_commit_of_this_project_and_whether_anything_but_figures_a
     git(checkout, "commit", "-qm", "first")
     state = {"commit": git(checkout, "rev-parse", "HEAD"), "dirty": False}
     git(tmp_path, "init", "-q", "other")
-    with monkeypatch.context() as hook:  # of another repository: it exports the folders of that one
+    with monkeypatch.context() as hook:  # a hook of another repository
         hook.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
         hook.setenv("GIT_INDEX_FILE", str(tmp_path / "other" / ".git" / "index"))
         assert git_state(checkout) == state and git_state(checkout / "figures") is None

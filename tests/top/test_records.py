@@ -1,11 +1,11 @@
-"""Records: the derived numbers are those worked out by hand."""
+"""Records: the derived numbers equal those computed by hand."""
 
 import pytest
 from pydantic import ValidationError
 
 from specnb.records import Generation, Round
 
-# 7 tokens in 3 rounds: 4 drafts of which 3 kept, 4 of which 1 kept, 0; the last one was cut
+# 7 tokens in 3 rounds: 3 of 4 draft tokens accepted, 1 of 4, 0 of 0
 ROUNDS = (
     Round(0, 4, 3, (1, 2, 3, 4), (1, 2, 3, 9), (1.0,) * 3, 2.0, 3.0, 0.5, 0.5, 4.5, 5),
     Round(1, 4, 1, (1, 2, 3, 4), (1, 8), (1.0,), 2.0, 3.0, 0.5, 0.5, 4.5, 5),
@@ -17,14 +17,14 @@ DONE = Generation(
 )  # fmt: skip
 
 
-def test_the_summary_by_hand():
+def test_the_summary_equals_one_computed_by_hand():
     s = DONE.summary()
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens, s.accepted_tokens, s.acceptance_rate) == (7, 3, 8, 4, 0.5)
     assert (s.draft_s, s.verify_s, s.rewind_s, s.other_s) == (4.0, 7.0, 1.0, 2.0)
     assert (s.wall_s, s.prefill_s, DONE.decode_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 15.0, 7 / 3, 6 / 15)
     assert s.overhead_share == pytest.approx(1 - 0.9 * 11 / 15)
     assert (s.stop_reason, s.fallback) == ("length", None)
-    # tau where drafts are free; 6 tokens after the prefill's first, in 15 s, would take 24 s in plain steps of 4 s
+    # 15 s for the 6 tokens after prefill; 6 plain steps of 4 s take 24 s
     assert s.estimated_speedup is None and DONE.summary(step_s=4.0).estimated_speedup == pytest.approx(24 / 15)
     assert type(s).model_validate_json(s.model_dump_json()) == s
 
@@ -40,7 +40,7 @@ def test_ratios_without_a_denominator_are_none():
     assert undrafted.acceptance_rate is None and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
 
 
-def test_rounds_must_make_the_tokens():
+def test_rounds_that_commit_other_tokens_are_refused():
     for tokens in (DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)):
-        with pytest.raises(ValidationError, match=f"token_ids holds {len(tokens)} others"):
+        with pytest.raises(ValidationError, match=f"differ from {len(tokens)} token_ids"):
             Generation(**(DONE.model_dump() | {"token_ids": tokens}))
