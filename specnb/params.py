@@ -252,7 +252,7 @@ class MedusaParams(NotebookParams):
     ablation_steps: Tokens = sized(3, 12, 16)
 
 
-LEAGUE = ["auto", "suffix", "lookup", "jump", "eagle", "hydra", "redrafter", "medusa", "self", "exit", "skip"]
+LEAGUE = ["auto", "suffix", "lookup", "jump", "eagle", "hydra", "medusa", "self", "exit", "skip"]
 
 
 class LeagueParams(NotebookParams):

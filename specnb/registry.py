@@ -16,7 +16,6 @@ DRAFTERS = {
     "jump": "specnb.medusa.jump:jump_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
-    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
     "eagle": "specnb.medusa.jump:eagle_drafter",
 }
 """Drafters that need no model name: the command line's `--drafter`. Called as `(target, **options)`."""
@@ -29,7 +28,6 @@ CHECKS = {
     "medusa": "specnb.medusa.drafter:check_heads",
     "jump": "specnb.medusa.jump:check_jump",
     "hydra": "specnb.medusa.drafter:check_heads",
-    "redrafter": "specnb.medusa.drafter:check_heads",
     "eagle": "specnb.medusa.jump:check_jump",
 }
 """What a drafter refuses before a model is opened. Called as `(target_name, **options)`."""

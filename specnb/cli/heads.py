@@ -16,7 +16,7 @@ TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 @app.command(short_help="Train heads for a frozen model, or resume training.")
 def train(
-    kind: Literal["medusa", "hydra", "redrafter", "jump", "eagle"] = "medusa",
+    kind: Literal["medusa", "hydra", "jump", "eagle"] = "medusa",
     preset: str = "cpu",
     target: str = TARGET,
     work: Path | None = None,

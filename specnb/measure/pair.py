@@ -39,7 +39,7 @@ Measured on SmolLM2-135M: 1e-5 in float32, up to 0.03 in bfloat16 and with 4-bit
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Single steps whose median is T(1), where no baseline was timed."""
-TRAINED = (HEADS, "hydra", "redrafter", "jump", "eagle")
+TRAINED = (HEADS, "hydra", "jump", "eagle")
 """Trained drafters: chains, or trees."""
 OPTIONS = {"heads_checkpoint": (HEADS, "jump"), "tree": TRAINED, "self_type": ("self",), "arms": ("auto",)}
 """Which drafters an option is for."""

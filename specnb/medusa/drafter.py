@@ -200,8 +200,8 @@ def plan_drafts(drafter: HeadsDrafter, asked: str | int, training: Mapping[str, 
     drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
 
 
-hydra_drafter, recurrent_drafter = (partial(heads_drafter, kinds=(kind,)) for kind in ("hydra", "redrafter"))
-"""The shipped Hydra heads, and the shipped ReDrafter, that were trained on the target."""
+hydra_drafter = partial(heads_drafter, kinds=("hydra",))
+"""Return the shipped Hydra heads that were trained on the target."""
 
 
 class Drafting(NamedTuple):

@@ -94,7 +94,7 @@ class JumpNet(nn.Module):
         return F.linear(self.norm(g), self.shared_lm_head)
 
     @property
-    def paced(self) -> tuple[list[Tensor], str]:
+    def scaled_rates(self) -> tuple[list[Tensor], str]:
         """The weights of a copied block, and what a `Recipe` calls their share of the rate."""
         weights = [] if self.config.copied is None else self.block.parameters()
         return [weight.detach() for weight in weights], "copy_rate"

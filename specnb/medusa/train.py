@@ -287,7 +287,7 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
         raise EngineError(f"{broken}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is whole")
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
-    weights, rate = net.paced
+    weights, rate = net.scaled_rates
     before = [weight.clone() for weight in weights]
     optimizer.step()
     for weight, old in zip(weights, before, strict=True):  # rate times as far as the others

@@ -1,7 +1,7 @@
 """Which heads learn most from the same text, and how far do the Medusa note's schedules get in the same time?
 
 .venv/bin/specnb heads train --kind medusa --batches 8 --n-layers 3 --steps 1 --work WORK --target TARGET
-.venv/bin/python -m tests.benchmarks.heads WORK medusa hydra redrafter report before [--minutes 60]
+.venv/bin/python -m tests.benchmarks.heads WORK medusa hydra report before [--minutes 60]
 
 The first command writes the text. The second trains untrained heads on it by the loop of `specnb heads train`, and
 keeps the curves on held-out text. Kinds have as many steps each; the note's schedules are stopped after the minutes.
@@ -27,7 +27,7 @@ from specnb.provenance import provenance
 from tests.benchmarks.slope import TARGET
 
 STEPS, EVERY = 400, 20
-KINDS = ("medusa", "hydra", "redrafter")
+KINDS = ("medusa", "hydra")
 RUNS = {kind: (kind, training.recipe("cpu", kind, steps=STEPS)) for kind in KINDS}
 RUNS["report"] = "medusa", training.PRESETS["report"]
 RUNS["before"] = "medusa", replace(OLD, batch_size=training.PRESETS["report"].batch_size)  # the note does not give it

@@ -58,7 +58,7 @@ def alter(folder: Path, change=None, **config) -> None:
 
 @pytest.mark.parametrize(("kind", "lm_head", "dtype", "token_map", "contract"), [
     ("medusa", "private", "bfloat16", None, "pre_norm"), ("hydra", "shared", "float32", MAP, "post_norm"),
-    ("redrafter", "private", "float32", MAP, "pre_norm"),
+    ("hydra", "private", "float32", MAP, "pre_norm"),
 ])  # fmt: skip
 def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, dtype, token_map, contract):
     heads = random_heads(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, lm_head=lm_head)

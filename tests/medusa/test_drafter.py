@@ -57,7 +57,7 @@ def proposals(target, drafting, **settings):
 
 @pytest.mark.parametrize(("kind", "contract", "token_map"), [
     ("medusa", "pre_norm", None), ("medusa", "post_norm", ODD), ("hydra", "pre_norm", ODD),
-    ("hydra", "post_norm", None), ("redrafter", "post_norm", ODD),
+    ("hydra", "post_norm", None),
 ])  # fmt: skip
 @SHAPES
 def test_drafts_are_what_the_heads_say_of_the_last_computed_token(tiny, kind, contract, token_map, plan):
@@ -184,7 +184,7 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
 # --- one recording answers for every K ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "redrafter"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("token_map", [None, ODD])
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
 def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):

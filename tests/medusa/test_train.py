@@ -103,7 +103,7 @@ def test_a_rate_of_embeddings_is_that_of_larger_embeddings(circles, walk, text, 
     assert not torch.equal(logits[0], logits[2])
 
 
-@pytest.mark.parametrize(("kind", "norm"), [("medusa", "post_norm"), ("hydra", "pre_norm"), ("redrafter", "pre_norm")])
+@pytest.mark.parametrize(("kind", "norm"), [("medusa", "post_norm"), ("hydra", "pre_norm")])
 def test_a_periodic_text_is_learned_by_heart(circles, walk, text, tmp_path, kind, norm):
     heads = periodic.new_heads(circles, kind=kind, input=norm)
     _, before = loop.objective(heads, RECIPE, walk.spread(loop.HELD_OUT))
