@@ -13,9 +13,9 @@ from specnb.book.style import COLOURS, arms, dots, dress, looks
 from specnb.book.tables import NOTHING
 from specnb.measure.bench import FEWEST, NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa.bench import ALL, PARTS
 from specnb.medusa.faults import ALIVE_ALL, TWO_NORMS
-from specnb.medusa.gates import Curve
+from specnb.medusa.gates import dead_steps
+from specnb.medusa.study import ALL, PARTS
 from specnb.medusa.train import PRESETS, Figures, Recipe
 from specnb.medusa.tree import PUBLISHED
 from specnb.records import RunRecord
@@ -111,7 +111,7 @@ def compare_schedules() -> pd.DataFrame:
     columns = {}
     for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
         rates = np.array([*map(recipe.lr, range(recipe.steps))])
-        dead = Curve(np.arange(1, recipe.steps + 1), rates, rates).dead_share
+        dead = dead_steps([{"step": step, "lr": rate} for step, rate in enumerate(rates, 1)])
         columns[name] = {
             **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}, "dead steps": f"{dead:.1%}",
             **{f"rate at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in RATES_AT},

@@ -380,6 +380,7 @@ def bench_draft(
     categories: str = "code,edit,prose",
     prompts_per_category: int = 2,
     max_new_tokens: int = 64,
+    heads_checkpoint: str | None = None,
     as_json: Json = False,
 ) -> None:
     """Measure costs, acceptance and speed-up of a pair over the fastest plain decoding, on the shipped prompts."""
@@ -390,7 +391,14 @@ def bench_draft(
     with reading(f"--k {k}"):
         ks = [*map(int, comma_list(k))]
     chosen = [prompt for name in comma_list(categories) for prompt in prompts(name, limit=prompts_per_category)]
-    result = bench_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
+    result = bench_pair(
+        target,
+        drafter,
+        chosen,
+        ks=ks,
+        max_new_tokens=max_new_tokens,
+        heads_checkpoint=heads_checkpoint,
+    )
     print_result(
         as_json,
         plain(result._asdict() | {"table": result.table.to_dict("records")}, nan=None),
@@ -401,7 +409,14 @@ def bench_draft(
     )
 
 
-bench_app.command("medusa")(heads.bench)
+@bench_app.command(
+    "medusa",
+    hidden=True,
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+)
+def bench_medusa() -> None:
+    """Name the command that replaces this one."""
+    raise InputError("bench medusa is now: bench draft TARGET medusa --heads-checkpoint PATH")
 
 
 @app.command()

@@ -1,12 +1,10 @@
-"""`specnb heads` and `specnb bench medusa`: the options of trained heads; `specnb.medusa` does the work."""
+"""`specnb heads`: the options of trained heads; `specnb.medusa` does the work."""
 
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from typer import Context, Exit
-
-from specnb.cli.show import App, Json, frame_of, print_result, warn_if_busy
+from specnb.cli.show import App
 from specnb.errors import require_known
 from specnb.io import cache_dir
 
@@ -89,28 +87,3 @@ def convert(
         for sentence in checkpoint.write_layout(heads, out, to):
             print(f"  written: {sentence}")
     print(f"written to {out}, layout {to}")
-
-
-def bench(
-    context: Context,
-    target: str | None = None,
-    heads_checkpoint: str | None = None,
-    prompts: str = "",
-    categories: str | None = None,
-    prompts_per_category: int = 2,
-    num_trials: int = 5,
-    max_new_tokens: int = 128,
-    tree: str = "auto",
-    seed: int = 0,
-    as_json: Json = False,
-) -> None:
-    """Time trained heads against plain decoding; where a gate fails, exit code 1 and a diagnosis without speeds."""
-    from specnb.measure.experiment import ProgressBar
-    from specnb.medusa import bench as heads_bench
-
-    warn_if_busy()
-    options = {name: value for name, value in context.params.items() if value is not None and name != "as_json"}
-    with ProgressBar() as progress:
-        result = heads_bench.run_bench(heads_bench.HeadsBenchParams.checked(**options), progress=progress)
-    print_result(as_json, result.document(), *(frame_of(title, table) for title, table in result.tables()))
-    raise Exit(0 if result.checked.passed else 1)

@@ -17,7 +17,7 @@ from specnb.machine import steady_threads
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import Progress, check_prompts, silent
-from specnb.measure.pair import route_between
+from specnb.measure.pair import pop_options, route_between
 from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
 
@@ -255,11 +255,18 @@ class PairBench(NamedTuple):
 
 
 def bench_pair(
-    target_name: str, drafter_name: str, chosen: Sequence[Prompt], *, ks: Sequence[int], max_new_tokens: int
+    target_name: str,
+    drafter_name: str,
+    chosen: Sequence[Prompt],
+    *,
+    ks: Sequence[int],
+    max_new_tokens: int,
+    heads_checkpoint: str | None = None,
 ) -> PairBench:
     """Open a target and a drafter, and time them with `time_pair`."""
     checked_settings(min(ks), max_new_tokens)
-    with open_pair(target_name, drafter_name, strict=True) as (target, drafter, _):
+    options = pop_options(drafter_name, {"heads_checkpoint": heads_checkpoint})
+    with open_pair(target_name, drafter_name, strict=True, **options) as (target, drafter, _):
         check_prompts(target, chosen, max_new_tokens)
         return time_pair(target, drafter, chosen, ks=ks, max_new_tokens=max_new_tokens)
 

@@ -110,6 +110,20 @@ class PairRun(BaseModel, frozen=True):
         return f"{speed:.2f} times as fast as {over}{accepted}.{busy}"
 
 
+def pop_options(drafter_name: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+    """Remove the options of drafters (OPTIONS) from `settings`, and return those that are not None.
+
+    Raises InputError for an option of another drafter.
+    """
+    options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
+    for name in options:
+        if drafter_name not in OPTIONS[name]:
+            drafters = " or ".join(OPTIONS[name])
+            got = drafter_name or "no drafter"
+            raise InputError(f"{name} is an option of the drafter {drafters}, got {got}")
+    return options
+
+
 def run_pair(
     target_name: str,
     drafter_name: str | None,
@@ -130,11 +144,7 @@ def run_pair(
     `TextStream`, unless there are stop strings, which may cut them off. Wrong settings are refused before a model is
     loaded.
     """
-    options = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
-    for name in options:
-        if drafter_name not in OPTIONS[name]:
-            drafters = " or ".join(OPTIONS[name])
-            raise InputError(f"{name} is an option of --drafter {drafters}, got {drafter_name or 'no drafter'}")
+    options = pop_options(drafter_name, settings)
     if drafter_name in TRAINED:
         options = {"tree": "chain" if controller else "auto"} | options
     k = settings.get("k")

@@ -31,7 +31,7 @@ from specnb.lm.hf.int4 import dense_copy
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.medusa.checkpoint import CONFIG_FILE, LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.medusa.data import tapped_layers
-from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts, tree_size
+from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts
 from specnb.medusa.nets import Backbone, DrafterConfig, frozen_copy
 
 KINDS = ("jump", "eagle")
@@ -236,7 +236,7 @@ def jump_drafter(
     facts = folder / TRAINING_FILE
     training = read_json(facts) if facts.is_file() else {}
     drafter = JumpDrafter(target, net.eval())
-    plan_drafts(drafter, tree_size(tree), training)
+    plan_drafts(drafter, tree, training)
     return drafter
 
 

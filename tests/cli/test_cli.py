@@ -132,7 +132,7 @@ def idle(monkeypatch):
 
 
 TIMING = ["generate x --baseline --target absent.gguf", "pair absent.gguf d", "probe absent.gguf",
-          "bench plain absent.gguf", "bench draft absent.gguf d", "bench medusa --target absent.gguf"]  # fmt: skip
+          "bench plain absent.gguf", "bench draft absent.gguf d"]  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"])
@@ -360,6 +360,9 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
+    is_mistake(specnb("bench", "medusa", "--tree", "auto"), "bench draft TARGET medusa")
+    words = ("bench", "draft", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
+    is_mistake(specnb(*words), "heads_checkpoint")
 
 
 @pytest.mark.model
