@@ -20,7 +20,7 @@ are written unchanged: their blocks also take the normed state.
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from torch import Tensor
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
 from specnb.lm.files import expand_home
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, skeleton
+from specnb.medusa.nets import Backbone, DrafterConfig, Heads, HeadsConfig, ResidualBlock
 
 CONFIG_FILE = "config.json"
 TRAINING_FILE = "training.json"
@@ -93,7 +93,7 @@ class HeadsFile(NamedTuple):
 
     file: Path
     layout: str
-    config: HeadsConfig | ForeignConfig
+    config: Any  # a DrafterConfig, or ForeignConfig
     tensors: dict[str, Tensor]
     converted: list[str]
     faults: list[str]
@@ -117,23 +117,23 @@ def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> str:
 
 
 def shipped() -> dict[str, Path]:
-    """Name and folder of the trained heads in `data/heads`."""
+    """Return the name and folder of each set of trained heads in `data/heads`."""
     root = project_dir() / "data/heads"
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
-def open_heads(name_or_path: str | Path) -> HeadsFile:
-    """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of
-    such a name).
+def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConfig) -> HeadsFile:
+    """Read weights: a name of `shipped`, a file, or a folder (`./NAME` for a folder of such a name).
 
+    `schema` is the class of config.json in our layout; other layouts hold heads only.
     A `.pt` is opened without running code pickled in it. A state dict may be wrapped in another
     dict, as training checkpoints do; `converted` then says so. Raises InputError for a file that
     does not exist, cannot be read or has no known layout, and for a bad config.json.
     """
-    known, name = shipped(), str(name_or_path)
-    path = known.get(name, expand_home(name))
+    names, name = shipped(), str(name_or_path)
+    path = names.get(name, expand_home(name))
     if not path.exists():
-        require_known("heads (there is no such folder or file)", name, known)
+        require_known("heads (there is no such folder or file)", name, names)
     candidates = [path] if path.is_file() else [path / layout.file for layout in LAYOUTS.values()]
     file = next(filter(Path.is_file, candidates), None)
     if file is None:
@@ -156,11 +156,11 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
             converted.append(f"the weights were in {name!r}")
         tensors = _tensors_of(stored)
     layout = OWN if file.name == LAYOUTS[OWN].file else _layout_of(tensors)
-    if layout is None:
+    if layout is None or (layout != OWN and schema is not HeadsConfig):
         raise InputError(f"{file} has {[*stored][:5]!s:.300}, …: expected names of a layout ({', '.join(LAYOUTS)})")
     if layout == OWN and not config:
         raise InputError(f"no {CONFIG_FILE} next to {file}: it says which hidden state the heads take")
-    config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(config_file))
+    config = validated(schema if layout == OWN else ForeignConfig, config, str(config_file))
     return HeadsFile(file, layout, config, tensors, converted, [])
 
 
@@ -174,7 +174,7 @@ def _layout_of(names: Iterable[str]) -> str | None:
     return next(matching, None)
 
 
-def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
+def read_config(stored: HeadsFile, backbone: Backbone) -> Any:
     """Return the config of heads; in other layouts, the names of the weights decide.
 
     Removes norms from `stored` and notes each change in it.
@@ -294,22 +294,37 @@ def require_free(folder: Path) -> None:
         raise InputError(f"{folder} is not empty: give a new or an empty folder")
 
 
-def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, LoadReport]:
-    """Load heads of any layout onto a model, in its dtype and on its device.
+def load_trained_heads(
+    path: str | Path,
+    backbone: Backbone,
+    build: Callable[..., Any] = Heads,
+    schema: type[DrafterConfig] = HeadsConfig,
+) -> tuple[Any, LoadReport]:
+    """Load trained weights of any layout onto a model, in its dtype and on its device.
 
-    `path` is a shipped name, a folder or a file. Raises HeadsMismatch with a list of all faults:
-    keys that are missing, unexpected or of another shape or dtype, weights that are not finite,
-    other sizes, another backbone. Raises InputError if there is nothing to read.
+    `path` is a shipped name, a folder or a file. `build(config, backbone, token_map)` returns the
+    untrained network. Raises HeadsMismatch for other sizes, another backbone, weights that are not
+    finite, and keys that are missing, unexpected or of another shape or dtype. Raises InputError if
+    there is nothing to read.
     """
-    stored = open_heads(path)
-    config, layout = read_heads_config(stored, backbone), LAYOUTS[stored.layout]
-    # Clones: the file is mapped into memory and may change.
-    tensors = {layout.translate(name, LAYOUTS[OWN]): tensor.clone() for name, tensor in stored.tensors.items()}
-    if faults := stored.faults + _list_faults(tensors, config, backbone):
+    stored = open_heads(path, schema)
+    config, layout = read_config(stored, backbone), LAYOUTS[stored.layout]
+    # Clones: the file is mapped into memory and may change. Older versions wrote an empty tensor.
+    tensors = {
+        layout.translate(name, LAYOUTS[OWN]): tensor.clone()
+        for name, tensor in stored.tensors.items()
+        if tensor.numel()
+    }
+    faults = stored.faults + _list_faults(tensors, config, backbone)
+    if not faults:
+        try:
+            net = build(config, backbone, tensors.get(MAP))
+            net.load_state_dict(tensors)
+        except RuntimeError as error:  # lists missing and unexpected keys, and other shapes
+            faults = [" ".join(str(error).split())]
+    if faults:
         refused = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
-        raise HeadsMismatch(f"{refused}. Give heads that were trained for this model, or convert the file again")
-    heads = Heads(config, backbone, tensors.get(MAP))
-    heads.load_state_dict(tensors)
+        raise HeadsMismatch(f"{refused}. Use heads trained for this model, or convert the file again")
     dtype = backbone.lm_head.dtype
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     for other in sorted(dtypes, key=str):
@@ -320,15 +335,16 @@ def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, Loa
         stored.converted.append(f"no digest of the heads' backbone ({named}): only sizes were compared")
     findings = tuple(
         f"{name} is all zero: it was never trained"
-        for name, module in heads.named_modules()
+        for name, module in net.named_modules()
         if isinstance(module, ResidualBlock) and not any(weight.any() for weight in module.parameters())
     )
-    card = stored.file.with_name(TRAINING_FILE)
-    training = read_json(card) if card.exists() else {}
-    return heads.eval(), LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
+    facts = stored.file.with_name(TRAINING_FILE)
+    training = read_json(facts) if facts.exists() else {}
+    report = LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
+    return net.eval(), report
 
 
-def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Backbone) -> list[str]:
+def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) -> list[str]:
     """List the reasons why a state dict cannot be used with the backbone."""
     dtype = backbone.lm_head.dtype
     faults = [
@@ -340,8 +356,11 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
         digests = f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…"
         named = config.backbone_name or "not named"
         faults.append(f"the heads were trained on another model ({named}, {digests})")
-    if MAP in tensors:
-        token_map = tensors[MAP]
+    token_map = tensors.get(MAP, torch.empty(0))
+    if len(token_map) != config.draft_vocab:
+        expected = f"config.json says {config.draft_vocab}"
+        faults.append(f"{MAP!r} holds {len(token_map)} tokens, {expected}")
+    if len(token_map):
         inside = (token_map >= 0) & (token_map < config.vocab_size)
         if not inside.all() or not torch.equal(token_map, token_map.unique()):
             faults.append(f"{MAP!r} must hold ascending ids of the vocabulary, each once")
@@ -350,8 +369,4 @@ def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Back
             faults.append(f"{name!r} has dtype {tensor.dtype}")
         elif not tensor.to(dtype).isfinite().all():
             faults.append(f"{name!r} has NaN or infinity (in {dtype})")
-    try:
-        skeleton(config).load_state_dict(tensors, assign=True)
-    except RuntimeError as error:  # lists missing and unexpected keys, and other shapes
-        faults.append(" ".join(str(error).split()))
     return faults

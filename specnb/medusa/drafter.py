@@ -1,4 +1,5 @@
-"""Trained heads as a drafter: they read the target's hidden state, so drafting needs no second model.
+"""Trained heads as a drafter: they read the target's hidden state, so drafting needs no second
+model.
 
 The hidden state is that of the last token that the target has processed. That is the token before
 the newest: the newest was chosen from its logits and is processed in the next forward pass. Head i
@@ -103,7 +104,9 @@ class HeadsDrafter(DrafterBase):
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def _nodes(self, logits: "Logits", plan: TreePlan) -> tuple[int, ...]:
-        """Return the tokens of a plan's nodes: one batch per level, copying only the best tokens to the CPU."""
+        """Return the tokens of a plan's nodes: one batch per level, copying only the best tokens to
+        the CPU.
+        """
         paths: dict[int, list[int]] = {COMMITTED: []}
         for head, level in enumerate(plan.levels):
             parents = sorted({plan.parents[node] for node in level})
@@ -132,7 +135,9 @@ class HeadsDrafter(DrafterBase):
             return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
 
     def step_s(self) -> float:
-        """Return the median seconds per drafted position: of a chain of all heads, or of the tree's levels."""
+        """Return the median seconds per drafted position: of a chain of all heads, or of the tree's
+        levels.
+        """
         depth = self._plan.depth if self._plan else self.n_heads
         return drafting_s(self, depth) / depth if depth else 0.0
 
@@ -213,7 +218,8 @@ def plan_drafts(drafter: HeadsDrafter, tree: str | int, training: Mapping[str, A
 
 
 def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
-    """Return the plan of `size` nodes, or the fastest (AUTO), and the reason if there is one to give.
+    """Return the plan of `size` nodes, or the fastest (AUTO), and the reason if there is one to
+    give.
 
     `accuracy (heads, ranks)` is marginal. May change the drafter's plan.
     """
@@ -236,7 +242,8 @@ def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | N
 
 
 def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:
-    """Return trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain decoding.
+    """Return trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain
+    decoding.
 
     `curve` is the target's cost of trees. The cost of drafting is measured for chains of each
     length, and per additional node on the largest tree. Changes the drafter's plan.

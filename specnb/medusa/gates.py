@@ -1,4 +1,5 @@
-"""Gates before every speed of heads: are these the heads that were trained? If not, which fault is it?
+"""Gates before every speed of heads: are these the heads that were trained? If not, which fault is
+it?
 
 The loader's report is clean. Without their blocks the heads give the backbone's logits. The
 learning rate stayed above zero in the training. Chains accept more drafts than with shuffled
@@ -60,7 +61,9 @@ class Diagnosis(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A gate's verdict: `says` is the measurement in words, `fault` a name of REMEDIES if it failed."""
+    """A gate's verdict: `says` is the measurement in words, `fault` a name of REMEDIES if it
+    failed.
+    """
 
     name: str
     passed: bool
@@ -95,7 +98,9 @@ class Checked(NamedTuple):
 
 @torch.inference_mode()
 def judge_gates(reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent) -> Checked:
-    """Measure heads and judge all gates. `report` is the loader's report, None if nothing was loaded."""
+    """Measure heads and judge all gates. `report` is the loader's report, None if nothing was
+    loaded.
+    """
     evidence = HeadsEvidence(reference, heads, report, progress)
     return Checked(tuple(Gate(name, *judge(evidence)) for name, judge in GATES.items()), evidence)
 
@@ -129,7 +134,9 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
 
 
 def other_norms(backbone: Backbone, states: States) -> dict[str, Tensor]:
-    """Return the inputs of blocks if the final norm is applied twice, or not at all, by their fault."""
+    """Return the inputs of blocks if the final norm is applied twice, or not at all, by their
+    fault.
+    """
     return {"double norm": backbone.norm(states.post_norm), "missing norm": states.pre_norm}
 
 
@@ -187,7 +194,8 @@ def shuffle(e: HeadsEvidence) -> Heads:
 
 
 def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> Interval:
-    """Return by how many accepted drafts per round `scores` are better, with an interval over prompts.
+    """Return by how many accepted drafts per round `scores` are better, with an interval over
+    prompts.
 
     Every position of the plain texts counts as the start of a round.
     """

@@ -25,6 +25,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
 
 MOST_HEADS = 16
+MOST_LAYERS = 8
 OUTSIDE = -1
 """The draft id of tokens outside the draft vocabulary. Heads cannot draft such a token; it counts
 as a miss.
@@ -58,7 +59,7 @@ class HeadsConfig(DrafterConfig):
     """
 
     kind: Literal["medusa", "hydra"] = "medusa"
-    n_layers: PositiveInt = 1
+    n_layers: int = Field(default=1, ge=1, le=MOST_LAYERS)
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
     lm_head: Literal["shared", "private"] = "shared"
@@ -295,11 +296,3 @@ def draft_ids(net: Any) -> Tensor:
     ids = torch.full_like(every, OUTSIDE)
     ids[token_map.cpu()] = every[: len(token_map)]
     return ids
-
-
-def skeleton(config: HeadsConfig) -> Heads:
-    """Return heads without values: the names and shapes that a state dict must have."""
-    with torch.device("meta"):
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        token_map = torch.zeros(config.draft_vocab, dtype=torch.long) if config.draft_vocab else None
-        return Heads(config, Backbone(nn.Identity(), table, table), token_map)

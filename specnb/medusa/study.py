@@ -101,8 +101,8 @@ class HeadsStudy(Experiment):
         """Return the expected speed-up of the fastest tree of each size, for heads that passed.
 
         The accuracies are those on the judged prompts: on training text heads are right more often.
-        Columns: nodes, depth, tokens, seconds, speedup (over plain decoding in the same engine), and
-        low, high over prompts. Raises InputError if a gate failed.
+        Columns: nodes, depth, tokens, seconds, speedup (over plain decoding in the same engine),
+        and low, high over prompts. Raises InputError if a gate failed.
         """
         checked = self.checked[kind]
         if not checked.passed:

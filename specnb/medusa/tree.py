@@ -74,8 +74,8 @@ class TreePlan(Tree):
 def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
     """Return the plan of `n_nodes` with the most expected tokens for `accuracy (heads, ranks)`.
 
-    Each step adds the most probable node whose parent is in the tree. No other tree of that size has
-    more expected tokens, and each prefix of the plan is the best tree of its size. Nodes of
+    Each step adds the most probable node whose parent is in the tree. No other tree of that size
+    has more expected tokens, and each prefix of the plan is the best tree of its size. Nodes of
     probability 0 are left out, so the plan may be smaller.
     """
     orders = np.argsort(-accuracy, axis=1, kind="stable")  # measured accuracies need not fall with the rank
@@ -130,7 +130,8 @@ def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
 
 
 def tree_curve(target: TreeModel) -> CostCurve:
-    """Return T(n) of forward passes over trees: the newest token and n - 1 drafts; T(1) is a plain step.
+    """Return T(n) of forward passes over trees: the newest token and n - 1 drafts; T(1) is a plain
+    step.
 
     The time depends on the number of nodes, not on their shape. Widths that the target has no room
     for are left out.

@@ -73,23 +73,30 @@ def test_what_is_saved_is_loaded_bit_by_bit(tmp_path, backbone, kind, lm_head, d
 
 # --- strict ---------------------------------------------------------------------------------------------------------
 
-BROKEN = {
+KEYS = {
     "heads.1.blocks.0.linear.bias": lambda t: t.pop("heads.1.blocks.0.linear.bias"),
     "extra": lambda t: t.update(extra=torch.ones(1)),
     "heads.0.blocks.0.linear.bias": lambda t: t.update({"heads.0.blocks.0.linear.bias": torch.ones(5)}),
+}
+BROKEN = {
     "has dtype torch.int64": lambda t: t.update({"heads.1.blocks.0.linear.weight": torch.ones(WIDTH, WIDTH).long()}),
     "'heads.2.blocks.0.linear.weight' has NaN": lambda t: t["heads.2.blocks.0.linear.weight"].fill_(float("nan")),
 }
 
 
-def test_one_error_lists_everything(tmp_path, backbone):
+def test_one_error_lists_all_keys_and_one_all_other_faults(tmp_path, backbone):
     folder = save_heads(random_heads(backbone), tmp_path / "heads")
+    for change in KEYS.values():
+        alter(folder, change)
+    with pytest.raises(HeadsMismatch) as caught:
+        load_trained_heads(folder, backbone)
+    assert all(word in str(caught.value) for word in (*KEYS, str(folder)))
     for change in BROKEN.values():
         alter(folder, change)
     alter(folder, vocab_size=99, backbone="0" * 64)
     with pytest.raises(HeadsMismatch) as caught:
         load_trained_heads(folder, backbone)
-    assert all(word in str(caught.value) for word in (*BROKEN, "vocab_size 99", "digest 000000", str(folder)))
+    assert all(word in str(caught.value) for word in (*BROKEN, "vocab_size 99", "digest 000000"))
 
 
 def test_untrained_blocks_rounding_and_overflow_are_reported(tmp_path, backbone):
@@ -194,7 +201,7 @@ READ = [
 REFUSED = [
     ("specnb", MAPPED, lambda t: t.update(token_map=MAP + 5), {}, "ascending ids"),
     ("specnb", MAPPED, lambda t: t["token_map"].fill_(1), {}, "ascending ids"),
-    ("specnb", MAPPED, lambda t: t.pop("token_map"), {}, "Missing key"),
+    ("specnb", MAPPED, lambda t: t.pop("token_map"), {}, "'token_map' holds 0 tokens"),
     ("note", PRIVATE, norms_inside(1), {}, "Unexpected key"),
     ("note", PRIVATE, norms_inside(3, 2.0), {}, "not the backbone's final norm"),
     ("note", {}, without_a_bias, {}, "Missing key"),
