@@ -60,8 +60,7 @@ def train(
             log = fit(heads, recipe, text, run, on_step=on_step)
         print(f"heads: step {log[-1]['step']}: held-out top-1 by head {log[-1]['top1']}")
         facts = {"preset": preset} | training.training_facts(heads, recipe, log, text)
-        with training.exporting(heads, out, facts) as folder:
-            training.write_card(folder, facts)
+        checkpoint.save_heads(heads, out, facts=facts, card=training.card_of(facts))
         print(f"export: {out}")
 
 

@@ -12,7 +12,6 @@ faults and tables share them.
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
-from itertools import product
 from math import nan
 from typing import NamedTuple, Self
 
@@ -43,7 +42,6 @@ NO_LABEL = -1
 """In ranks: the text ends before the token that the head predicts."""
 PIECE = 32
 """Most tokens in one forward pass along a text; keeps the logits small."""
-TOPS = (1, 5)
 
 
 class States(NamedTuple):
@@ -222,16 +220,16 @@ class HeadsEvidence:
 
     @cached_property
     def by_head(self) -> pd.DataFrame:
-        """How often the true token is among each head's best `top`, with intervals over prompts.
+        """How often each head's most likely token is the true one, with intervals over prompts.
 
-        Columns: head, top (1, 5), accuracy, low, high, n.
+        Columns: head, accuracy, low, high, n.
         """
         rows = []
-        for head, top in product(range(self.heads.config.n_heads), TOPS):
+        for head in range(self.heads.config.n_heads):
             ranks = [scores.rank[scores.rank[:, head] != NO_LABEL, head] for scores in self.scores]
-            share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-            rows.append((head, top, *share, sum(map(len, ranks))))
-        return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
+            share = share_interval([((rank == 0).sum(), len(rank)) for rank in ranks])
+            rows.append((head, *share, sum(map(len, ranks))))
+        return pd.DataFrame(rows, columns=["head", "accuracy", "low", "high", "n"])
 
     @cached_property
     def served(self) -> pd.DataFrame:

@@ -20,6 +20,7 @@ are written unchanged: their blocks also take the normed state.
 import io
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -218,18 +219,12 @@ def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     tensors = {source.translate(key, layout): state[key] for key in state}
     facts = {key: getattr(config, attribute) for key, attribute in layout.keys.items()}
     facts["base_model_name_or_path"] = config.backbone_name
-    _write(folder, layout.file, tensors, facts)
+    _write(folder, layout.file, tensors, {CONFIG_FILE: _json(facts)})
     return sentences
 
 
-def _write(
-    folder: Path,
-    weights: str,
-    tensors: Mapping[str, Tensor],
-    config: Mapping[str, object],
-    facts: Mapping[str, object] | None = None,
-) -> None:
-    """Write a new `folder`: the file `weights`, `facts` as training.json, and config.json last."""
+def _write(folder: Path, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
+    """Write a new `folder` with the file `weights` and text `files`, all or nothing."""
     require_free(folder)
     copies = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
     if weights.endswith(".pt"):
@@ -237,10 +232,17 @@ def _write(
         data = packed.getvalue()
     else:
         data = safetensors.torch.save(copies, metadata={"format": "pt"})
-    write_atomic(folder / weights, data)
-    for name, values in ((TRAINING_FILE, facts), (CONFIG_FILE, config)):
-        if values is not None:
-            write_atomic(folder / name, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_atomic(partial / weights, data)
+    for name, text in files.items():
+        write_atomic(partial / name, text.encode())
+    partial.replace(folder)
+
+
+def _json(values: Mapping[str, object]) -> str:
+    return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
 # --- loading and writing ---
@@ -278,13 +280,28 @@ class LoadReport(NamedTuple):
 
 
 def save_heads(
-    heads: Heads, folder: Path, *, dtype: str | None = "bfloat16", facts: Mapping[str, object] | None = None
+    net: Any,
+    folder: Path,
+    *,
+    dtype: str | None = "bfloat16",
+    facts: Mapping[str, object] | None = None,
+    card: str = "",
 ) -> Path:
-    """Write `heads` to a new `folder` in our layout, `facts` to training.json. Return the folder."""
-    state = heads.state_dict()
+    """Write a trained drafter to a new `folder` in our layout, and return the folder.
+
+    `facts` of the training go to training.json, the `card` to README.md. A killed write leaves
+    `folder` free.
+    """
+    state = net.state_dict()
     if dtype:
-        state = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in state.items()}
-    _write(folder, LAYOUTS[OWN].file, state, heads.config.model_dump(), facts)
+        kind = getattr(torch, dtype)
+        state = {n: t.to(kind) if t.is_floating_point() else t for n, t in state.items()}
+    files = {CONFIG_FILE: _json(net.config.model_dump())}
+    if facts is not None:
+        files[TRAINING_FILE] = _json(facts)
+    if card:
+        files["README.md"] = card
+    _write(folder, LAYOUTS[OWN].file, state, files)
     return folder
 
 

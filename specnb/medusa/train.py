@@ -7,10 +7,8 @@ text with its hidden states once (`data`), and does not run during the training.
 
 import io
 import math
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from specnb.errors import EngineError, InputError, require_known
 from specnb.io import read_json, read_toml, reading, validated, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress
-from specnb.medusa import checkpoint, data
+from specnb.medusa import data
 from specnb.medusa.data import SPLITS, TextRows, Writing
 from specnb.medusa.jump import KINDS, JumpConfig, JumpNet, new_jump, read_layers
 from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, draft_ids, new_heads
@@ -373,13 +371,13 @@ def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[s
     }
 
 
-def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """Write the card of a trained drafter, `README.md`, from the facts of its training."""
+def card_of(facts: dict[str, Any]) -> str:
+    """Return the card of a trained drafter, in Markdown, from the facts of its training."""
     config, text, recipe = facts["heads"], facts["text"], facts["recipe"]
     last = facts["log"][-1]
     shares = ", ".join(f"{share:.3f}" for share in last["top1"])
     tau = last.get("greedy_tau", 1 + np.cumprod(last["top1"]).sum())
-    card = f"""# `{config["kind"]}`, a drafter for `{config["backbone_name"]}`
+    return f"""# `{config["kind"]}`, a drafter for `{config["backbone_name"]}`
 
 {facts["parameters"] / 1e6:.2f} M parameters of its own; it drafts from {config["draft_vocab"]:,} tokens.
 
@@ -390,18 +388,3 @@ Trained on {text["tokens"]["train"]:,} tokens of text, {text["own"]["train"]:,} 
 {recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak learning rate {recipe["peak_lr"]:g}.
 The learning curve is in `training.json`.
 """
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-@contextmanager
-def exporting(net: Trainee, out: Path, facts: dict[str, Any]) -> Iterator[Path]:
-    """Save a drafter in a temporary folder, and rename it to `out` when the block ends.
-
-    A run that is killed before leaves `out` empty, so the same command can resume.
-    """
-    out = out.absolute()
-    temporary = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(temporary, ignore_errors=True)
-    checkpoint.save_heads(net, temporary, facts=facts)
-    yield temporary
-    temporary.replace(out)

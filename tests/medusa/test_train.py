@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -199,8 +198,15 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     monkeypatch.setattr(loop, "Writing", lambda: short)
     words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
              "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2"]  # fmt: skip
+    written = checkpoint.write_atomic
+
+    def kill_at_config(path, content):
+        if path.name == "config.json":
+            raise KeyboardInterrupt
+        written(path, content)
+
     with monkeypatch.context() as killed:
-        killed.setattr("specnb.medusa.train.write_card", Mock(side_effect=KeyboardInterrupt))
+        killed.setattr(checkpoint, "write_atomic", kill_at_config)
         assert specnb(*words, "--out", str(tmp_path / "out"))[0] == 130
     code, shown, error = specnb(*words, "--out", str(tmp_path / "out"))
     assert code == 0 and "export: " in shown, error
