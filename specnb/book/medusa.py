@@ -1,6 +1,4 @@
-"""Figures of notebook 05: faults and their fingerprints, training that can be watched, speed and
-its parts.
-"""
+"""Figures of notebook 05: faults, trainings while they run, trees, acceptance and speed."""
 
 import numpy as np
 import pandas as pd
@@ -135,8 +133,9 @@ class TrainingView:
 
     @property
     def history(self) -> pd.DataFrame:
-        """Columns: run, step, head, loss (weighted, of all heads), head_loss, top1, top5 (of the
-        batch).
+        """Columns: run, step, head, loss, head_loss, top1, top5.
+
+        The loss is that of all heads, weighted; the others are unweighted figures of the batch.
         """
         return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", *PANELS])
 

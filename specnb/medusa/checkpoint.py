@@ -68,9 +68,7 @@ class Layout(NamedTuple):
     keys: Mapping[str, str]
 
     def translate(self, name: str, to: "Layout") -> str:
-        """Return the name that a weight has in another layout, with one block per head if that is
-        not ours.
-        """
+        """Return a weight's name in another layout; a foreign one has one block per head."""
         for template, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if matches := match_names(template, [name]):
                 return other.format(**{"layer": 0} | matches[0].groupdict(), n_layers=1)

@@ -129,10 +129,10 @@ def mark_own(tokens: np.ndarray, seed_lengths: np.ndarray, eog: Collection[int])
     own = np.zeros(tokens.shape, bool)
     for row, ids in enumerate(tokens.tolist()):
         earlier = set()
-        for at, token in enumerate(ids):
-            generated = at >= seed_lengths[row]
-            run = tuple(ids[max(0, at + 1 - REPEAT) : at + 1])
-            own[row, at] = generated and run not in earlier
+        for place, token in enumerate(ids):
+            generated = place >= seed_lengths[row]
+            run = tuple(ids[max(0, place + 1 - REPEAT) : place + 1])
+            own[row, place] = generated and run not in earlier
             earlier.add(run)
             if generated and token in eog:
                 break

@@ -1,5 +1,4 @@
-"""Trained heads as a drafter: they read the target's hidden state, so drafting needs no second
-model.
+"""Trained heads as a drafter: they read the target's hidden state and need no second model.
 
 The hidden state is that of the last token that the target has processed. That is the token before
 the newest: the newest was chosen from its logits and is processed in the next forward pass. Head i
@@ -61,13 +60,13 @@ class HeadsDrafter(DrafterBase):
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
         if len(tokens) == self._n_prompt or not self.n_heads:  # the first round, or an empty plan
             return Proposal(())
-        began = perf_counter()
+        start_s = perf_counter()
         with torch.inference_mode(), self.target.own_threads():
             logits = self._logits(tokens)
             if self._plan is None:
-                return self._chain(logits, k, picker, perf_counter() - began)
+                return self._chain(logits, k, picker, perf_counter() - start_s)
             plan = self._plan.first(k)
-            return Proposal(self._nodes(logits, plan), None, perf_counter() - began, plan)
+            return Proposal(self._nodes(logits, plan), None, perf_counter() - start_s, plan)
 
     def _logits(self, tokens: Sequence[int]) -> "Logits":
         heads, newest = self.heads, tokens[-1]
@@ -86,9 +85,9 @@ class HeadsDrafter(DrafterBase):
     def _chain(self, logits: "Logits", k: int, picker: Picker, forward_s: float) -> Proposal:
         ids, rows = [], []
         for head in range(min(k, self.n_heads)):
-            began = perf_counter()
+            start_s = perf_counter()
             drafted = logits(head, [ids])[0].cpu().numpy()
-            forward_s += perf_counter() - began
+            forward_s += perf_counter() - start_s
             try:  # draft ids ascend with vocabulary ids, so ties go to the same token
                 picked = picker.pick(drafted)
             except NonFiniteLogits as error:  # its message has a draft id
@@ -104,8 +103,9 @@ class HeadsDrafter(DrafterBase):
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def _nodes(self, logits: "Logits", plan: TreePlan) -> tuple[int, ...]:
-        """Return the tokens of a plan's nodes: one batch per level, copying only the best tokens to
-        the CPU.
+        """Return the tokens of a plan's nodes.
+
+        Each level is one batch, and only the best tokens are copied to the CPU.
         """
         paths: dict[int, list[int]] = {COMMITTED: []}
         for head, level in enumerate(plan.levels):
@@ -135,9 +135,7 @@ class HeadsDrafter(DrafterBase):
             return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
 
     def step_s(self) -> float:
-        """Return the median seconds per drafted position: of a chain of all heads, or of the tree's
-        levels.
-        """
+        """Return the median seconds per position of a chain of all heads, or per level of the tree."""
         depth = self._plan.depth if self._plan else self.n_heads
         return drafting_s(self, depth) / depth if depth else 0.0
 
@@ -156,9 +154,9 @@ def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
     target.forward([0, 0], n_logits=1)
     samples = []
     for _ in range(2 + repeats):
-        began = perf_counter()
+        start_s = perf_counter()
         drafter.propose([0, 0, 0], depth, greedy)
-        samples.append(perf_counter() - began)
+        samples.append(perf_counter() - start_s)
     target.reset()
     return float(np.median(samples[2:]))
 
@@ -218,8 +216,7 @@ def plan_drafts(drafter: HeadsDrafter, tree: str | int, training: Mapping[str, A
 
 
 def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
-    """Return the plan of `size` nodes, or the fastest (AUTO), and the reason if there is one to
-    give.
+    """Return the plan of `size` nodes, or the fastest (AUTO), and a reason that users should know.
 
     `accuracy (heads, ranks)` is marginal. May change the drafter's plan.
     """
@@ -242,11 +239,10 @@ def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | N
 
 
 def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:
-    """Return trees for heads of marginal `accuracy (heads, ranks)`, by size; the first is plain
-    decoding.
+    """Return the fastest tree of each size for heads of marginal `accuracy (heads, ranks)`.
 
-    `curve` is the target's cost of trees. The cost of drafting is measured for chains of each
-    length, and per additional node on the largest tree. Changes the drafter's plan.
+    The first is plain decoding. `curve` is the target's cost of trees. The cost of drafting is measured
+    for chains of each length, and per additional node on the largest tree. Changes the drafter's plan.
     """
     target = drafter.target
     sizes = [n for n in SIZES if n < min(target.caps.max_width, target.caps.n_ctx // 2)]

@@ -27,9 +27,7 @@ from specnb.records import pool_rounds
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The short training: all steps, those with a learning rate, those per line of the log, the rate."""
 ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
-"""The controls: as many steps, all with a nonzero learning rate; the same on the state normed
-twice.
-"""
+"""The controls: as many steps with a nonzero rate, and these on the state normed twice."""
 SHARES = ("right", "right_normed_once", "copies")
 """Shares that tell faults apart, along the backbone's own text.
 
@@ -46,9 +44,7 @@ class DyingRecipe(Recipe):
 
 
 class Sound(NamedTuple):
-    """Trained heads to plant faults on, with their loader's report, and a folder of text to train
-    on.
-    """
+    """Trained heads to plant faults on, their loader's report, and a folder of training text."""
 
     heads: Heads
     report: LoadReport
@@ -108,8 +104,7 @@ FAULTS = {
     ALIVE_ALL: ("undertrained", train_briefly),
     TWO_NORMS: ("double norm", partial(train_briefly, norms=2)),
 }
-"""The diagnosis that the gates must give, "" for sound heads, and the function that plants the
-fault.
+"""The diagnosis that the gates must give ("" for sound heads), and what plants the fault.
 
 After STEPS steps heads are no better than shuffled ones, so the control must be diagnosed as
 undertrained.

@@ -1,10 +1,9 @@
-"""Gates before every speed of heads: are these the heads that were trained? If not, which fault is
-it?
+"""Gates before every speed of heads: are these the trained heads? If not, which fault is it?
 
 The loader's report is clean. Without their blocks the heads give the backbone's logits. The
 learning rate stayed above zero in the training. Chains accept more drafts than with shuffled
-weights, and than under another norm. Chains accept the drafts that are right offline. If a gate
-fails, a diagnosis takes the place of a speed.
+weights, and not fewer than under another norm. Chains accept the drafts that are right offline. If
+a gate fails, a diagnosis takes the place of a speed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -61,8 +60,9 @@ class Diagnosis(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A gate's verdict: `says` is the measurement in words, `fault` a name of REMEDIES if it
-    failed.
+    """A gate's verdict: `says` is the measurement in words.
+
+    If the gate failed, `fault` is a name of REMEDIES.
     """
 
     name: str
@@ -88,8 +88,9 @@ class Checked(NamedTuple):
     @property
     def diagnoses(self) -> list[Diagnosis]:
         """The faults that the failed gates found."""
-        found = [Diagnosis(g.fault, g.says, REMEDIES[g.fault]) for g in self.gates if not g.passed]
-        return [diagnosis for diagnosis in found if diagnosis.name not in GENERAL] or found[:1]
+        failed = [gate for gate in self.gates if not gate.passed]
+        causes = [gate for gate in failed if gate.fault not in GENERAL] or failed[:1]
+        return [Diagnosis(gate.fault, gate.says, REMEDIES[gate.fault]) for gate in causes]
 
     def table(self) -> pd.DataFrame:
         """Columns: gate, passed, says."""
@@ -98,8 +99,9 @@ class Checked(NamedTuple):
 
 @torch.inference_mode()
 def judge_gates(reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent) -> Checked:
-    """Measure heads and judge all gates. `report` is the loader's report, None if nothing was
-    loaded.
+    """Measure heads and judge all gates.
+
+    `report` is the loader's report, or None if nothing was loaded.
     """
     evidence = HeadsEvidence(reference, heads, report, progress)
     return Checked(tuple(Gate(name, *judge(evidence)) for name, judge in GATES.items()), evidence)
@@ -134,9 +136,7 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
 
 
 def other_norms(backbone: Backbone, states: States) -> dict[str, Tensor]:
-    """Return the inputs of blocks if the final norm is applied twice, or not at all, by their
-    fault.
-    """
+    """Return the inputs of blocks under other norms (applied twice, not at all), by fault."""
     return {"double norm": backbone.norm(states.post_norm), "missing norm": states.pre_norm}
 
 
@@ -194,15 +194,14 @@ def shuffle(e: HeadsEvidence) -> Heads:
 
 
 def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> Interval:
-    """Return by how many accepted drafts per round `scores` are better, with an interval over
-    prompts.
+    """Return the gain of `scores` in accepted drafts per round, with an interval over prompts.
 
     Every position of the plain texts counts as the start of a round.
     """
     rows = []
-    for ours, theirs in zip(scores, others, strict=True):
-        accepted = [(s.rank == 0).cumprod(1).sum() for s in (ours, theirs)]
-        rows.append((accepted[0] - accepted[1], len(ours.rank)))
+    for pair in zip(scores, others, strict=True):
+        accepted, of_others = ((s.rank == 0).cumprod(1).sum() for s in pair)
+        rows.append((accepted - of_others, len(pair[0].rank)))
     return interval(rows, lambda data: data[:, 0].sum() / data[:, 1].sum(), log=False)
 
 

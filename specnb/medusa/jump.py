@@ -105,12 +105,11 @@ class JumpNet(nn.Module):
         return [weight.detach() for weight in weights], "copy_rate"
 
     def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
-        """Yield g of each step: the first after all tokens but the last `(B, T - 1, D)`, then `(B,
-        S, D)`.
+        """Yield g of each step: the first `(B, T - 1, D)` at all tokens but the last, then `(B, S, D)`.
 
-        `states (B, T, layers, D)`, `tokens (B, T)`. Step j from the start t reads token t + j, and
-        attends to the first steps up to t and to its own. This is EAGLE-3's training-time test,
-        from some positions only.
+        `states (B, T, layers, D)`, `tokens (B, T)`. Step j from the start t reads token t + j, and attends
+        to the first steps up to t and to its own. This is EAGLE-3's training-time test, from some positions
+        only.
         """
         first = self.first_input(states[:, :-1], tokens[:, 1:])
         q, k, v = self._project(first, torch.arange(1, tokens.shape[1]))
@@ -137,8 +136,9 @@ class JumpNet(nn.Module):
             yield g
 
     def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `(B, n, H, d)`, keys and values `(B, n, G, d)` of `x (B, n, D)` at
-        `positions (n,)`.
+        """Return queries `(B, n, H, d)`, keys and values `(B, n, G, d)`.
+
+        They are those of `x (B, n, D)` at `positions (n,)`.
         """
         attention, h = self.block.self_attn, self.block.input_layernorm(x)
         projections = attention.q_proj, attention.k_proj, attention.v_proj

@@ -27,9 +27,7 @@ from specnb.lm.hf.hidden import final_norm
 MOST_HEADS = 16
 MOST_LAYERS = 8
 OUTSIDE = -1
-"""The draft id of tokens outside the draft vocabulary. Heads cannot draft such a token; it counts
-as a miss.
-"""
+"""The draft id of tokens outside the draft vocabulary: heads cannot draft these."""
 
 
 class DrafterConfig(BaseModel):
@@ -77,10 +75,9 @@ SAMPLES = 1 << 14
 
 @dataclass(frozen=True)
 class Backbone:
-    """The borrowed parts of a model: the final `norm`, `lm_head` and `embeddings`, both `(vocab,
-    hidden)`.
+    """The borrowed parts of a model; none of them is trained.
 
-    None of them is trained.
+    `norm` is the final norm; `lm_head` and `embeddings` are `(vocab, hidden)`.
     """
 
     norm: nn.Module
@@ -89,11 +86,10 @@ class Backbone:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over the signs of SAMPLES weights of the embeddings and the lm_head; equal in
-        every engine and dtype.
+        """sha256 over the signs of SAMPLES weights of the embeddings and of the lm_head.
 
-        Rounding to another dtype flips no sign, except that float16 loses weights below 6e-8.
-        Another model, or further training, flips many.
+        It is the same in every engine and dtype: rounding flips no sign, except that float16 loses weights
+        below 6e-8. Another model, or further training, flips many.
         """
         state = hashlib.sha256()
         for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
@@ -132,8 +128,9 @@ class Backbone:
 
 
 def backbone_of(target: LanguageModel) -> Backbone:
-    """Return the parts of a torch model. Raises InputError for other engines and for unsupported
-    models.
+    """Return the parts of a torch model.
+
+    Raises InputError for other engines and for unsupported models.
     """
     if not hasattr(target, "network"):
         raise InputError(f"{target.caps.engine} gives no hidden states of {target.name}: open it with ?backend=hf")
@@ -150,15 +147,17 @@ class ResidualBlock(nn.Module):
             nn.init.zeros_(weight)
 
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
-        """Map `x (…, size)` and `condition (…, conditions * size)`, concatenated embeddings, to
-        `(…, size)`.
+        """Map `x (…, size)` to `(…, size)`.
+
+        `condition (…, conditions * size)` are concatenated embeddings.
         """
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], dim=-1)))
 
 
 class Head(nn.Module):
-    """Head `index` up to the lm_head: residual blocks. The first block of a Hydra head also reads
-    embeddings.
+    """Head `index` up to the lm_head: residual blocks.
+
+    The first block of a Hydra head also reads embeddings.
     """
 
     def __init__(self, config: HeadsConfig, index: int) -> None:
@@ -172,8 +171,9 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return features `(…, hidden)` of normed states `x (…, hidden)` and `embeddings (…, index
-        + 1, hidden)`.
+        """Return features `(…, hidden)` of normed states `x (…, hidden)`.
+
+        A Hydra head reads `embeddings (…, index + 1, hidden)`.
         """
         condition = None if embeddings is None else embeddings.flatten(-2)
         for block in self.blocks:
@@ -209,17 +209,16 @@ class Heads(nn.Module):
 
     @property
     def scaled_rates(self) -> tuple[list[Tensor], str]:
-        """Hydra's weights on embeddings, `(hidden, n * hidden)`, and the field of `Recipe` that
-        scales their rate.
+        """Hydra's weights on embeddings, `(hidden, n * hidden)`, whose learning rate is scaled.
+
+        The second value is the field of `Recipe` that scales it.
         """
         size = self.config.hidden_size
         conditioned = self.heads if self.config.kind == "hydra" else ()
         return [head.blocks[0].linear.weight.detach()[:, size:] for head in conditioned], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the input of the blocks for hidden states `(…, hidden)` of the kind that
-        `config.input` names.
-        """
+        """Return the input of the blocks for hidden states `(…, hidden)` as `config.input` names."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -237,14 +236,14 @@ class Heads(nn.Module):
         return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Return one head's logits `(batch, draft_size)` float32, from `hidden (batch, hidden)`,
-        `ids (batch, n)`.
+        """Return one head's logits `(batch, draft_size)` float32.
+
+        `hidden (batch, hidden)`; `ids (batch, n)` with n > head.
         """
         return self.logits(head, self.features(head, self.normed(hidden), ids)).float()
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `(n_heads, draft_size)` float32 of all Medusa heads for one `hidden
-        (hidden,)`.
+        """Return logits `(n_heads, draft_size)` float32 of all Medusa heads, for `hidden (hidden,)`.
 
         A shared lm_head is read once for all heads.
         """
@@ -287,9 +286,7 @@ def frozen_copy(norm: nn.Module) -> nn.Module:
 
 
 def draft_ids(net: Any) -> Tensor:
-    """Return the draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where there
-    is none.
-    """
+    """Return the draft id, or OUTSIDE, of every vocabulary id: `(vocab_size,)` on the CPU."""
     token_map, every = net.token_map, torch.arange(net.config.vocab_size)
     if token_map is None:
         return every

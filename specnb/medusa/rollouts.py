@@ -24,8 +24,10 @@ HELD_OUT_ROWS, FIRST_ROWS = 48, 64
 
 
 class JumpBatch(NamedTuple):
-    """Rows for training: `states (B, T, layers + 1, D)`, the last before the target's final norm;
-    `tokens (B, T)`; `own (B, T)`, the tokens that the target generated; `starts (S,)` of rounds.
+    """Rows for training, and the positions where rounds start in them.
+
+    `states (B, T, layers + 1, D)`, the last before the target's final norm; `tokens (B, T)`;
+    `own (B, T)`, the tokens that the target generated; `starts (S,)`.
     """
 
     states: Tensor

@@ -34,8 +34,10 @@ NO_LABEL = -100
 
 
 class ExampleBatch(NamedTuple):
-    """Examples: `hidden (batch, hidden)`; the next tokens `ids` and the draft ids `labels`, both
-    `(batch, n_heads)`; and `later (batch, n_heads, hidden)`, the states that predict the labels.
+    """A batch of examples: hidden states, and the tokens after them.
+
+    `hidden (batch, hidden)`; the next tokens `ids` and the draft ids `labels`, both `(batch, n_heads)`;
+    and `later (batch, n_heads, hidden)`, the states that predict the labels.
     """
 
     hidden: Tensor
@@ -51,8 +53,9 @@ class Drawn:
     """Positions of the text per item."""
 
     def at_step(self: Any, step: int, recipe: "Recipe") -> Any:
-        """Return the batch of a step, drawn without replacement. Raises InputError for too few
-        items.
+        """Return the batch of a step, drawn without replacement.
+
+        Raises InputError if there are too few items.
         """
         n = recipe.batch_size // self.positions
         if n > len(self):
@@ -138,9 +141,7 @@ class Recipe:
             raise InputError(f"got {self}, expected {expected}")
 
     def lr(self, step: int) -> float:
-        """Return the learning rate of a step, from 0. It is peak_lr after warm-up, eta_min at the
-        end.
-        """
+        """Return the learning rate of a step, from 0: peak_lr after warm-up, eta_min at the end."""
         if step < self.warmup:
             return self.peak_lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
@@ -178,16 +179,14 @@ def round_figures(**figures: Tensor) -> Figures:
 
 
 def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Figures]:
-    """Return the loss of a batch, and the figures of each head over the examples with a label for
-    it.
+    """Return the loss of a batch, and the figures of each head over its labeled examples.
 
-    The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats.
-    Hard is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
+    The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats. Hard
+    is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
     vocabulary. Matrix products are in bfloat16 unless the backbone is float32.
 
-    `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads,
-    TOP)` is how often the label is the r-th best token, `top1` and `top5` how often it is among the
-    best.
+    `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads, TOP)`
+    is how often the label is the r-th best token, `top1` and `top5` how often it is among the best.
     """
     lm_head = heads.shared_lm_head
     losses, head_loss, rank_shares = [], [], []
@@ -318,9 +317,7 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
 
 
 def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig:
-    """Return the config of a drafter for a model. Raises InputError for `options` that do not fit
-    it.
-    """
+    """Return the config of a drafter. Raises InputError for `options` that do not fit the model."""
     backbone, kind = backbone_of(model), options["kind"]
     where = f"a drafter for {model.name}"
     if options["draft_vocab"] > backbone.vocab_size:
@@ -334,9 +331,7 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
 
 
 def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
-    """Generate the batches that the folder lacks, of training and held-out text; return the
-    training text.
-    """
+    """Generate the batches of text that the folder lacks, and return the training text."""
     splits = {"held_out": 2, "train": batches}
     data.write_splits(model, text, batches=splits, writing=Writing(), progress=progress)
     return data.read(text, "train")
@@ -351,8 +346,9 @@ def make_heads(model: LanguageModel, config: HeadsConfig | JumpConfig, rows: Tex
 
 
 def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[str, Any]:
-    """Return the facts of a training, with the accuracies on held-out text that trees are chosen
-    by.
+    """Return the facts of a training.
+
+    Trees are chosen by `accuracy`, the accuracies on held-out text.
     """
     rows = {split: data.read(text, split) for split in SPLITS}
     of_text = {

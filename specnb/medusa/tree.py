@@ -130,11 +130,10 @@ def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
 
 
 def tree_curve(target: TreeModel) -> CostCurve:
-    """Return T(n) of forward passes over trees: the newest token and n - 1 drafts; T(1) is a plain
-    step.
+    """Return T(n) of forward passes over trees of n nodes; T(1) is a plain step.
 
-    The time depends on the number of nodes, not on their shape. Widths that the target has no room
-    for are left out.
+    The root is the newest token. The time depends on the number of nodes, not on the tree's shape.
+    Widths that the target has no room for are left out.
     """
 
     def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
