@@ -192,7 +192,11 @@ class HeadsEvidence:
     """
 
     def __init__(
-        self, reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent
+        self,
+        reference: Reference,
+        heads: Heads,
+        report: LoadReport | None,
+        progress: Progress = silent,
     ) -> None:
         self.reference, self.heads, self.report = reference, heads, report
         self.log = report.log if report else ()
@@ -208,7 +212,9 @@ class HeadsEvidence:
         return self.score_all()
 
     def score_all(
-        self, heads: Heads | None = None, normed: Callable[[States], Tensor | None] = lambda states: None
+        self,
+        heads: Heads | None = None,
+        normed: Callable[[States], Tensor | None] = lambda states: None,
     ) -> list[Scores]:
         """Score along all texts, with other heads or with another input `normed` of the blocks."""
         return [score(heads or self.heads, states, normed(states)) for states in self.reference.states]
@@ -251,7 +257,14 @@ def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
     n = np.broadcast_to((ranks != NO_LABEL).sum(0)[:, None], hits.shape)
     shares = hits / n.clip(1)
     head, rank = np.indices(hits.shape)
-    columns = {"head": head, "rank": rank, "marginal": shares, "cumulative": shares.cumsum(1), "hits": hits, "n": n}
+    columns = {
+        "head": head,
+        "rank": rank,
+        "marginal": shares,
+        "cumulative": shares.cumsum(1),
+        "hits": hits,
+        "n": n,
+    }
     return pd.DataFrame({name: values.ravel() for name, values in columns.items()})
 
 

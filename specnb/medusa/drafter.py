@@ -25,7 +25,15 @@ from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.tree import PUBLISHED, SIZES, TimedTree, TreePlan, candidates, fastest_tree, grow, tree_curve
+from specnb.medusa.tree import (
+    PUBLISHED,
+    SIZES,
+    TimedTree,
+    TreePlan,
+    fastest_tree,
+    grow,
+    tree_curve,
+)
 
 
 class HeadsDrafter(DrafterBase):
@@ -38,7 +46,12 @@ class HeadsDrafter(DrafterBase):
     """
 
     def __init__(
-        self, target: LanguageModel, heads: Heads, plan: TreePlan | None = None, *, states: Any = None
+        self,
+        target: LanguageModel,
+        heads: Heads,
+        plan: TreePlan | None = None,
+        *,
+        states: Any = None,
     ) -> None:
         """Draft for `target`. `states` replaces the hidden states of `watch_hidden`."""
         self.name = heads.config.kind
@@ -135,7 +148,7 @@ class HeadsDrafter(DrafterBase):
             return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
 
     def step_s(self) -> float:
-        """Return the median seconds per position of a chain of all heads, or per level of the tree."""
+        """Return the median seconds per position of a full chain, or per level of the tree."""
         depth = self._plan.depth if self._plan else self.n_heads
         return drafting_s(self, depth) / depth if depth else 0.0
 
@@ -167,7 +180,11 @@ KINDS = ("medusa", "hydra")
 
 
 def check_heads(
-    _target: str, *, heads_checkpoint: str | None = None, tree: str = CHAIN, read: Callable = open_heads
+    _target: str,
+    *,
+    heads_checkpoint: str | None = None,
+    tree: str = CHAIN,
+    read: Callable = open_heads,
 ) -> None:
     """Check the options of `heads_drafter` before a model is opened. Raises InputError."""
     tree_size(tree)
@@ -233,32 +250,30 @@ def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | N
         return None, f"a chain is drafted: {target.name} cannot verify trees ({reason})"
     best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
     if not len(best.plan):
-        return best.plan, "nothing is drafted: plain decoding was measured to be faster than any tree"
+        return (
+            best.plan,
+            "nothing is drafted: plain decoding was measured to be faster than any tree",
+        )
     rates = f"{best.tokens:.2f} tokens per round and {best.tokens_per_s:.1f} per second"
     return best.plan, f"a tree of {len(best.plan)} nodes is drafted: {rates} are expected"
 
 
 def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:
-    """Return the fastest tree of each size for heads of marginal `accuracy (heads, ranks)`.
+    """Return the best tree of each of SIZES, timed, for heads of marginal `accuracy (heads, ranks)`.
 
-    The first is plain decoding. `curve` is the target's cost of trees. The cost of drafting is measured
-    for chains of each length, and per additional node on the largest tree. Changes the drafter's plan.
+    `curve` is the target's cost of trees; the cost of drafting is measured. The first tree has no
+    nodes: plain decoding. Changes the drafter's plan.
     """
     target = drafter.target
-    sizes = [n for n in SIZES if n < min(target.caps.max_width, target.caps.n_ctx // 2)]
-
-    def time_plan(plan: TreePlan) -> float:
-        drafter.take_plan(plan)
-        return drafting_s(drafter, len(plan))
-
-    chain_s = [0.0, *(time_plan(TreePlan.chain(depth)) for depth in range(1, len(accuracy) + 1))]
-    widest = grow(accuracy, max(sizes, default=1))
-    node_s = max(0.0, time_plan(widest) - chain_s[widest.depth]) / max(1, len(widest) - widest.depth)
-
-    def round_s(plan: TreePlan) -> float:
-        return curve.seconds(len(plan) + 1) + chain_s[plan.depth] + node_s * (len(plan) - plan.depth)
-
-    return candidates(accuracy, round_s, sizes)
+    widest = min(target.caps.max_width, target.caps.n_ctx // 2)
+    trees = [TimedTree(TreePlan((), ()), 1.0, curve.seconds(1))]
+    for size in SIZES:
+        if size < widest:
+            plan = grow(accuracy, size)
+            drafter.take_plan(plan)
+            seconds = curve.seconds(len(plan) + 1) + drafting_s(drafter, len(plan))
+            trees.append(TimedTree(plan, plan.tokens(accuracy), seconds))
+    return trees
 
 
 def tree_size(tree: str | int) -> str | int:

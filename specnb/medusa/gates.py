@@ -114,7 +114,11 @@ Verdict = tuple[bool, str, str]
 def judge_loading(e: HeadsEvidence) -> Verdict:
     """A checkpoint was loaded, and the loader found nothing suspicious."""
     if e.report is None:
-        return False, "no checkpoint was loaded: these heads have their initial weights", "never loaded"
+        return (
+            False,
+            "no checkpoint was loaded: these heads have their initial weights",
+            "never loaded",
+        )
     findings = "; ".join(e.report.findings)
     return not findings, findings or "the loader's report is clean", "never loaded"
 

@@ -105,11 +105,11 @@ class JumpNet(nn.Module):
         return [weight.detach() for weight in weights], "copy_rate"
 
     def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
-        """Yield g of each step: the first `(B, T - 1, D)` at all tokens but the last, then `(B, S, D)`.
+        """Yield g of each step: `(B, T - 1, D)` at all tokens but the last, then `(B, S, D)`.
 
-        `states (B, T, layers, D)`, `tokens (B, T)`. Step j from the start t reads token t + j, and attends
-        to the first steps up to t and to its own. This is EAGLE-3's training-time test, from some positions
-        only.
+        `states (B, T, layers, D)`, `tokens (B, T)`. Step j from the start t reads token t + j, and
+        attends to the first steps up to t and to its own. This is EAGLE-3's training-time test,
+        from some positions only.
         """
         first = self.first_input(states[:, :-1], tokens[:, 1:])
         q, k, v = self._project(first, torch.arange(1, tokens.shape[1]))

@@ -88,8 +88,8 @@ class Backbone:
     def digest(self) -> str:
         """sha256 over the signs of SAMPLES weights of the embeddings and of the lm_head.
 
-        It is the same in every engine and dtype: rounding flips no sign, except that float16 loses weights
-        below 6e-8. Another model, or further training, flips many.
+        It is the same in every engine and dtype: rounding flips no sign, except that float16 loses
+        weights below 6e-8. Another model, or further training, flips many.
         """
         state = hashlib.sha256()
         for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
@@ -218,7 +218,7 @@ class Heads(nn.Module):
         return [head.blocks[0].linear.weight.detach()[:, size:] for head in conditioned], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the input of the blocks for hidden states `(…, hidden)` as `config.input` names."""
+        """Return the input of the blocks for hidden states `(…, hidden)` (see `config.input`)."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
@@ -243,7 +243,7 @@ class Heads(nn.Module):
         return self.logits(head, self.features(head, self.normed(hidden), ids)).float()
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `(n_heads, draft_size)` float32 of all Medusa heads, for `hidden (hidden,)`.
+        """Return logits `(n_heads, draft_size)` float32 of Medusa heads, for `hidden (hidden,)`.
 
         A shared lm_head is read once for all heads.
         """

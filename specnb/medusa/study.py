@@ -179,7 +179,11 @@ class HeadsStudy(Experiment):
     def record(self, error: BaseException | None = None) -> RunRecord:
         """Return the record of the measurements so far; its run id is always the same."""
         self.models = models_of(self.target, []) + [
-            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
+            {
+                "role": "drafter",
+                "id": getattr(self.params, kind),
+                "sha256": file_digest(report.path),
+            }
             for kind, (_, report) in self.loaded.items()
         ]
         chains = [chain for checked in self.checked.values() for chain in checked.evidence.chains]

@@ -36,8 +36,8 @@ NO_LABEL = -100
 class ExampleBatch(NamedTuple):
     """A batch of examples: hidden states, and the tokens after them.
 
-    `hidden (batch, hidden)`; the next tokens `ids` and the draft ids `labels`, both `(batch, n_heads)`;
-    and `later (batch, n_heads, hidden)`, the states that predict the labels.
+    `hidden (batch, hidden)`; the next tokens `ids` and the draft ids `labels`, both `(batch,
+    n_heads)`; and `later (batch, n_heads, hidden)`, the states that predict the labels.
     """
 
     hidden: Tensor
@@ -181,12 +181,13 @@ def round_figures(**figures: Tensor) -> Figures:
 def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Figures]:
     """Return the loss of a batch, and the figures of each head over its labeled examples.
 
-    The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats. Hard
-    is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
+    The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats.
+    Hard is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
     vocabulary. Matrix products are in bfloat16 unless the backbone is float32.
 
-    `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads, TOP)`
-    is how often the label is the r-th best token, `top1` and `top5` how often it is among the best.
+    `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads,
+    TOP)` is how often the label is the r-th best token, `top1` and `top5` how often it is among the
+    best.
     """
     lm_head = heads.shared_lm_head
     losses, head_loss, rank_shares = [], [], []

@@ -6,7 +6,7 @@ More nodes always have more expected tokens, so the size is chosen by tokens per
 measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -107,21 +107,6 @@ class TimedTree(NamedTuple):
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds
-
-
-def candidates(accuracy: np.ndarray, round_s: Callable[[TreePlan], float], sizes: Iterable[int]) -> list[TimedTree]:
-    """Return the fastest tree of each size for heads of marginal `accuracy (heads, ranks)`.
-
-    `round_s(plan)` are the seconds of a round, drafting included. Hydra drafts level by level, so a
-    shallower tree may be faster. The first candidate is plain decoding, the plan without nodes.
-    """
-    plain = TreePlan((), ())
-    trees = [TimedTree(plain, 1.0, round_s(plain))]
-    for size in sizes:
-        grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [TimedTree(plan, plan.tokens(accuracy), round_s(plan)) for plan in grown if len(plan)]
-        trees += [fastest_tree(timed)] if timed else []
-    return trees
 
 
 def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
