@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specnb.io import read_toml
-from specnb.measure.bench import Interval, interval
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.accuracy import (
     HeadsEvidence,
@@ -40,8 +39,8 @@ DEAD_LR = 1e-3
 """Learning rates below this share of the highest train nothing. The presets end at 1/30 and 1/100."""
 DEAD_STEPS = 0.05
 """Share of steps with a dead rate that is a fault. A cosine to exactly zero has 2 %."""
-LEAST_GAIN = 0.05
-"""Accepted drafts per round by which another norm must be better to be the one of the training."""
+STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.1
+"""A gain counts above 3 standard errors, and above 0.1 accepted drafts per round."""
 OTHERWISE = 0.05
 """Share of rounds that may accept other drafts than offline: rounding changes near-ties."""
 
@@ -172,17 +171,16 @@ def dead_steps(log: Sequence[Mapping[str, Any]]) -> float:
 
 def judge_acceptance(e: HeadsEvidence) -> Verdict:
     """Chains accept more drafts than with shuffled weights, and not fewer than under another norm."""
-    shuffled = e.score_all(shuffle(e))
-    gain = chain_gain(e.scores, shuffled)
-    says = f"shuffling the weights costs {_interval_text(gain)} accepted drafts per round"
     if judge_zero_blocks(e)[0]:  # with a wrong input, other norms tell nothing about the training
         for fault in ("double norm", "missing norm"):
             normed = e.score_all(normed=lambda s, fault=fault: other_norms(e.reference.backbone, s)[fault])
-            better = chain_gain(normed, e.scores)
-            if better.low > 0 and better.value > LEAST_GAIN:
-                says = f"the heads were trained under another norm: it gains {_interval_text(better)} accepted drafts"
+            gain, is_better = chain_gain(normed, e.scores)
+            if is_better:
+                says = f"another norm than that of the backbone gains {gain:.3f} accepted drafts per round"
                 return False, says, fault
-    return gain.low > 0, says, "undertrained"
+    gain, is_better = chain_gain(e.scores, e.score_all(shuffle(e)))
+    says = f"shuffling the weights costs {gain:.3f} accepted drafts per round"
+    return is_better, says, "undertrained"
 
 
 def shuffle(e: HeadsEvidence) -> Heads:
@@ -197,16 +195,15 @@ def shuffle(e: HeadsEvidence) -> Heads:
     return shuffled
 
 
-def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> Interval:
-    """Return the gain of `scores` in accepted drafts per round, with an interval over prompts.
+def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> tuple[float, bool]:
+    """Return the gain of `scores` in accepted drafts per round, and whether it counts.
 
     Every position of the plain texts counts as the start of a round.
     """
-    rows = []
-    for pair in zip(scores, others, strict=True):
-        accepted, of_others = ((s.rank == 0).cumprod(1).sum() for s in pair)
-        rows.append((accepted - of_others, len(pair[0].rank)))
-    return interval(rows, lambda data: data[:, 0].sum() / data[:, 1].sum(), log=False)
+    accepted, of_others = (np.concatenate([(s.rank == 0).cumprod(1).sum(1) for s in of]) for of in (scores, others))
+    gains = accepted - of_others
+    error = gains.std() / np.sqrt(len(gains))
+    return float(gains.mean()), bool(gains.mean() > max(LEAST_GAIN, STANDARD_ERRORS * error))
 
 
 def judge_serving(e: HeadsEvidence) -> Verdict:
@@ -224,7 +221,7 @@ def judge_serving(e: HeadsEvidence) -> Verdict:
         differ += otherwise
     alpha = share_interval([served_counts(chain)[0] for chain in e.chains])
     says = (
-        f"alpha_1 of the chains is {_interval_text(alpha)}; "
+        f"alpha_1 of the chains is {alpha.value:.3f} [{alpha.low:.3f}, {alpha.high:.3f}]; "
         f"{differ} of {rounds} rounds accept other drafts than those that are right offline"
     )
     return rounds > 0 and differ <= OTHERWISE * rounds, says, "served otherwise than scored"
@@ -238,7 +235,3 @@ GATES = {
     "schedule": judge_schedule,
 }
 """Judges by the name of the gate."""
-
-
-def _interval_text(interval: Interval) -> str:
-    return f"{interval.value:.3f} [{interval.low:.3f}, {interval.high:.3f}]"

@@ -79,7 +79,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert too_few["failed"] == "acceptance" and too_few["diagnoses"].startswith("undertrained: ")
     assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
-    assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
+    assert (notebook.died.lr == 0).any() and notebook.died.step.iloc[-1] == 18
     assert notebook.planted["18 living steps"][1].log[-1]["lr"] > 0
     values = figures.heads_values(notebook.record)
     assert values["lost"].value == pytest.approx(values["alive"].value - values["died"].value)

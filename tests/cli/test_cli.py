@@ -355,7 +355,7 @@ def test_another_engines_log_is_answered_for_a_machine(specnb):
     is_mistake(specnb("results", "--from", "data/logs/llama.json"), "totals")
 
 
-def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb):
+def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb, idle):
     for words in ("generat", "generate --targett x", "models get", "generate x --max-new-tokens 0"):
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
