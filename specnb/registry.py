@@ -13,7 +13,6 @@ DRAFTERS = {
     "jump": "specnb.medusa.jump:jump_drafter",
     "eagle": "specnb.medusa.jump:eagle_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
-    "redrafter": "specnb.medusa.drafter:recurrent_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
     "self": "specnb.draft.load:self_drafter",
     "exit": "specnb.draft.model:exit_drafter",
@@ -29,7 +28,6 @@ CHECKS = {
     "medusa": "specnb.medusa.drafter:check_heads",
     "jump": "specnb.medusa.jump:check_jump",
     "hydra": "specnb.medusa.drafter:check_heads",
-    "redrafter": "specnb.medusa.drafter:check_heads",
     "eagle": "specnb.medusa.jump:check_jump",
 }
 """Checks that run before a model is opened. Called as `(target_name, **options)`."""

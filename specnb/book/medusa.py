@@ -1,4 +1,4 @@
-"""Figures of notebook 05: faults and their fingerprints, training that can be watched, speed and its parts."""
+"""Figures of notebook 05: faults, trainings while they run, trees, acceptance and speed."""
 
 import numpy as np
 import pandas as pd
@@ -10,36 +10,36 @@ from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLORS, dots, dress, error_bars, looks
 from specnb.book.tables import NOTHING
 from specnb.measure.experiment import Progress, silent
-from specnb.medusa.bench import ALL, PARTS
-from specnb.medusa.gates import Curve
+from specnb.medusa.gates import dead_steps
+from specnb.medusa.study import ALL, PARTS
 from specnb.medusa.train import PRESETS, Figures, Recipe
 
 FINGERPRINT = {
-    "alpha_1": "drafts kept (alpha_1)",
-    "right_normed_once": "right, were the norm applied once",
-    "copies": "equal to the backbone's own next token",
+    "alpha_1": "first draft accepted (alpha_1)",
+    "right_normed_once": "right if the norm were applied once",
+    "copies": "equal to the backbone's next token",
 }
-"""Columns of `medusa.faults.recognise` that tell faults apart, and what they are called."""
+"""Columns of `medusa.faults.recognise` that tell faults apart, with their labels."""
 FEW = 10
-"""Tested drafts below which a mark is drawn pale."""
+"""Marks with fewer tested drafts are drawn pale."""
 PANELS = {"head_loss": "loss of a batch (nats)", "top1": "top-1 of a batch", "top5": "top-5 of a batch"}
-"""Columns of a training's history that are drawn, and the titles of their panels."""
+"""Columns of a training's history to draw, with the titles of their panels."""
 OLD = Recipe(10_000, peak_lr=1e-4, warmup=200, eta_min=1e-12)
-"""The Medusa note's first recipe, but for its end: the rate decayed to zero, which `Recipe` refuses."""
+"""The Medusa note's first recipe. There the rate decayed to zero, which `Recipe` refuses."""
 RATES_AT = (0, 500, 6_500, 9_999, 29_999)
 EVERY = 2
-"""Steps between two drawings: one of them takes the browser longer than a short step."""
+"""Steps between two drawings: a browser may take longer to draw than a step takes."""
 
 
 def draw_faults(table: pd.DataFrame) -> go.Figure:
-    """The fingerprint of each fault, a mark for each share."""
+    """Draw the fingerprint of each fault: one mark per share."""
     shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
     return dress(dots(rows, x="percent", y="fault", by="share"), "faults")
 
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
-    """Speed-up over the baseline by category, with intervals, beside the parts that a round's time goes to."""
+    """Draw the speed-up over the baseline by category, next to the parts of a round's time."""
     titles = ["speed-up, interval over prompts", "where the time of a round goes (all categories)"]
     figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
     speeds = px.bar(
@@ -63,7 +63,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
-    """Drafts kept of those tested, by position: intervals over prompts, and the counts; pale where they are few."""
+    """Draw the acceptance rate by position, with intervals over prompts and counts; few are pale."""
     place, kinds = pd.factorize(table["kind"])
     rows = table.assign(
         at=table["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
@@ -80,10 +80,10 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
 
 
 def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
-    """Predicted speed-up by size of the tree, with intervals over prompts; the fastest of a kind is named.
+    """Draw the predicted speed-up by size of the tree, with intervals; the fastest is annotated.
 
-    It is over plain decoding in the same engine: whether it pays, over the baseline, is for `speed`. Trees that a
-    smaller one beats are left out.
+    It is over plain decoding in the same engine, not over the baseline. Trees with fewer expected
+    tokens than a smaller one are left out.
     """
     rows = table.sort_values("nodes", kind="stable").astype({"nodes": str})
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
@@ -98,14 +98,14 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
 
 
 def compare_schedules() -> pd.DataFrame:
-    """The Medusa note's two recipes: their settings, their learning rates at some steps, and their dead steps.
+    """Return the settings, learning rates and dead steps of the Medusa note's two recipes.
 
-    A step is dead whose rate is under a thousandth of the highest.
+    The rate of a dead step is under a thousandth of the highest.
     """
     columns = {}
     for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
         rates = np.array([*map(recipe.lr, range(recipe.steps))])
-        dead = Curve(np.arange(1, recipe.steps + 1), rates, rates).dead_share
+        dead = dead_steps([{"step": step, "lr": rate} for step, rate in enumerate(rates, 1)])
         columns[name] = {
             **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}, "dead steps": f"{dead:.1%}",
             **{f"rate at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in RATES_AT},
@@ -114,10 +114,10 @@ def compare_schedules() -> pd.DataFrame:
 
 
 class TrainingView:
-    """Draws trainings while they go on: `plot` is the widget, `figure` the same when it stands still.
+    """Draws trainings while they run: `plot` is the widget, `figure()` a still picture of it.
 
-    `runs` are the names of the trainings to come, in their order, a row of panels each. `progress` gets the seconds
-    that a training will take before its first step, and what is left of them.
+    `runs` are the names of the trainings in order, one row of panels each. `progress` reports the
+    estimated seconds that a training takes, then those that are left.
     """
 
     def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
@@ -127,7 +127,10 @@ class TrainingView:
 
     @property
     def history(self) -> pd.DataFrame:
-        """Columns: run, step, head, loss (of all heads, weighted), head_loss, top1, top5 (unweighted, of the batch)."""
+        """Columns: run, step, head, loss, head_loss, top1, top5.
+
+        The loss is that of all heads, weighted; the others are unweighted figures of the batch.
+        """
         return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", *PANELS])
 
     def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
@@ -143,7 +146,7 @@ class TrainingView:
             self.plot.update(self.figure())
 
     def figure(self) -> go.Figure:
-        """Loss, top-1 and top-5 of each head over steps, a row of panels for each run."""
+        """Draw loss, top-1 and top-5 of each head over steps, one row of panels per run."""
         rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
         figure = px.line(
             rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,

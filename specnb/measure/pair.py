@@ -25,7 +25,7 @@ from specnb.records import REPEAT, Generation, Summary
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
 """Number of single steps whose median is T(1), if no baseline was timed."""
-TRAINED = (HEADS, "hydra", "redrafter", "jump", "eagle")
+TRAINED = (HEADS, "hydra", "jump", "eagle")
 """Trained drafters, which propose chains or trees."""
 OPTIONS = {
     "heads_checkpoint": (HEADS, "jump"),

@@ -1,4 +1,5 @@
-"""Trained heads: nets, text, training, files in three layouts, drafter, trees, gates, benchmark.
+"""Trained heads: networks, training text, training, files in three layouts, drafter, trees, gates.
 
-Backbones are models in torch. That it is a drafter named "medusa" stands in `specnb.registry`.
+Backbones are torch models. `specnb.registry` registers the drafters `medusa`, `hydra`, `jump`,
+`eagle`.
 """

@@ -1,16 +1,17 @@
-"""Accuracy of heads: along the target's own greedy text, in served alignment, and in the rounds of chains.
+"""Accuracy of heads along the target's own greedy text, and their acceptance rate in chains.
 
-Row j of a trace is the state that a round is served which starts after j + 1 generated tokens: that of the token
-before the newest one. The backbone says generated token j from it, head i token j + 1 + i, and a Hydra is shown the
-true tokens j ... j + i. States are caught by another hook than a drafter's, which is held against them.
+Row j holds the state from which a round drafts after j + 1 generated tokens: the state of the token
+before the newest. From it the backbone predicts generated token j, and head i predicts token
+j + 1 + i. Hydra heads are given the true tokens j … j + i. A drafter reads states by another hook,
+so comparing the two tests both.
 
-Gates, faults and tables share what is measured: a `Reference` of the target, and a `HeadsEvidence` of any heads.
+A `Reference` holds the measurements of the target, `HeadsEvidence` those of heads. Gates, planted
+faults and tables share them.
 """
 
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import cached_property, partial
-from itertools import product
 from math import nan
 from typing import NamedTuple, Self
 
@@ -35,25 +36,18 @@ from specnb.prompts import Prompt
 from specnb.records import Generation
 
 MAX_NEW_TOKENS = 64
-"""Longest text that heads are judged along."""
-PROBE = 32
-"""Rows of the states that show what heads are fed."""
-
+"""Most tokens of a text along which heads are judged."""
+PROBE_ROWS = 32
 NO_LABEL = -1
-"""In ranks: the text ends before the token that this head would have to say."""
+"""In ranks: the text ends before the token that the head predicts."""
 PIECE = 32
-"""Most tokens of one forward along a text: logits stay small."""
-TOPS = (1, 5)
-NEAR_TIE = 1e-4
-"""A first choice that leads by less than this share of its logit may differ between two float32 forwards."""
-HALF_TIES = 4
-"""The same in units of a 16-bit type's spacing: state and logit are each rounded once, on both sides."""
+"""Most tokens in one forward pass along a text; keeps the logits small."""
 
 
 class States(NamedTuple):
-    """The last rows of a text: `pre_norm` and `post_norm (rows, hidden)` of the network, `logits (rows, vocab)`.
+    """The last rows of a text: `pre_norm`, `post_norm (rows, hidden)` and `logits (rows, vocab)`.
 
-    Along a generated text `ids (rows,)` int64 are its tokens: each was chosen in the state of its row.
+    Along a generated text, `ids (rows,)` int64 are its tokens, each chosen from its row.
     """
 
     pre_norm: Tensor
@@ -63,27 +57,29 @@ class States(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The heads' choices along a trace, all `(n, n_heads)`.
+    """The heads' predictions along a text, both `(n, n_heads)`.
 
-    `rank` of the true token in the head's row, 0 the best, ties by the lower id as argmax has them; the size of the
-    draft vocabulary for a token it does not hold; NO_LABEL behind the end. `best` are the heads' first choices,
-    `margin` how far the second is behind, as a share of the first's logit.
+    `rank` is that of the true token in the head's logits, from 0; ties go to the lower id. A token
+    outside the draft vocabulary has the size of the draft vocabulary as its rank, and beyond the
+    end of the text the rank is NO_LABEL. `best` is the head's most likely token.
     """
 
     rank: np.ndarray
     best: np.ndarray
-    margin: np.ndarray
 
 
-def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Feed `ids` to the emptied target and return the states of the last `rows` tokens. Leaves the target empty.
+def states_of(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
+    """Return the states of the last `rows` tokens of `ids`. The target is empty afterwards.
 
-    They are fed as decoding feeds them: all up to the first row in one go, then no wider than the engine keeps bits
-    equal, so that the states are those of decoding.
+    The tokens are processed as in decoding: all up to the first row in one forward pass, then in
+    passes no wider than the engine computes bit-identically to single steps.
     """
-    caught, parts, ids = [], [], list(ids)
-    first, width = len(ids) - rows + 1, min(PIECE, target.caps.same_bits_up_to or PIECE)
-    pieces = [ids[:first], *(ids[at : at + width] for at in range(first, len(ids), width))]
+    ids = list(ids)
+    first = len(ids) - rows + 1
+    width = min(PIECE, target.caps.same_bits_up_to or PIECE)
+    pieces = [ids[:first], *(ids[start : start + width] for start in range(first, len(ids), width))]
+    caught = []
+    parts = []
     stop = target.listen(lambda *states: caught.append(states))
     target.reset()
     try:
@@ -91,7 +87,7 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
             caught.clear()
             last = len(piece) if parts else 1
             logits = target.forward(piece, n_logits=last)
-            # long or recurrent ones come in several forwards
+            # Engines may split a long or recurrent pass into several.
             parts.append((*(torch.cat(x)[-last:] for x in zip(*caught, strict=True)), logits))
     finally:
         stop()
@@ -100,80 +96,84 @@ def states(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
 
 
-def trace(target: LanguageModel, generation: Generation) -> States:
-    """Return the states along a generation's text, which has a token at least."""
+def states_along(target: LanguageModel, generation: Generation) -> States:
+    """Return the states along a generated text of at least one token."""
     tokens = generation.token_ids
-    of_text = states(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
-    return of_text._replace(ids=torch.tensor(tokens, device=of_text.pre_norm.device))
+    states = states_of(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
+    return states._replace(ids=torch.tensor(tokens, device=states.pre_norm.device))
 
 
-def feed_blocks(heads: Heads, hidden: States) -> Tensor:
-    """Return what the blocks of heads are fed in these states, by their norm contract, `(rows, hidden)`."""
-    return heads.normed(hidden.pre_norm if heads.config.input == "pre_norm" else hidden.post_norm)
+def block_input(heads: Heads, states: States) -> Tensor:
+    """Return the input of the heads' blocks in these states, `(rows, hidden)`."""
+    return heads.normed(states.pre_norm if heads.config.input == "pre_norm" else states.post_norm)
 
 
 @torch.inference_mode()
-def score(
-    heads: Heads, hidden: States, fed: Callable[[States], Tensor] | None = None, *, shift: int = 0
-) -> Scores:  # fmt: skip
-    """Return ranks, choices and margins of every head at every row.
+def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
+    """Return the ranks and the predictions of every head at every row.
 
-    `fed` gives what the blocks are fed instead, `(n, hidden)`, and with `shift` head i is held against token
-    j + 1 + i + shift: both ask whether heads would be right about another input or token than they are served.
+    `normed (rows, hidden)` replaces the input of the blocks. Raises NonFiniteLogits for NaN or Inf.
     """
-    normed = fed(hidden) if fed else feed_blocks(heads, hidden)
+    if normed is None:
+        normed = block_input(heads, states)
     drafts = draft_ids(heads).to(normed.device)
-    n, columns = len(hidden.ids), []
-    for head in range(heads.config.n_heads):
-        first, padded = 1 + head + shift, F.pad(hidden.ids, (0, 2 + head), value=NO_LABEL)
-        since, labels = padded.unfold(0, 1 + head, 1)[:n].clamp(min=0), padded[first : first + n]
+    n, n_heads = len(states.ids), heads.config.n_heads
+    padded = F.pad(states.ids, (0, 1 + n_heads), value=NO_LABEL)
+    ranks = []
+    best = []
+    for head in range(n_heads):
+        labels = padded[1 + head : 1 + head + n]
+        since = padded.unfold(0, 1 + head, 1)[:n].clamp(min=0)
         draft = drafts[labels.clamp(min=0)][:, None]
         logits = heads.logits(head, heads.features(head, normed, since)).float()
-        top = logits.topk(2).values
-        if not top.isfinite().all():  # NaN compares as no better than the true token's logit: as a hit
+        if not logits.amax(1).isfinite().all():  # a comparison with NaN is False: it would be a hit
             raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
-        drafted = logits.gather(1, draft.clamp(min=0))
-        lower = torch.arange(logits.shape[1], device=logits.device) < draft
-        rank = (logits > drafted).sum(1) + ((logits == drafted) & lower).sum(1)
+        label_logits = logits.gather(1, draft.clamp(min=0))
+        lower_id = torch.arange(logits.shape[1], device=logits.device) < draft
+        rank = ((logits > label_logits) | ((logits == label_logits) & lower_id)).sum(1)
         rank[draft[:, 0] < 0] = logits.shape[1]
         rank[labels == NO_LABEL] = NO_LABEL
-        margin = (top[:, 0] - top[:, 1]) / top[:, 0].abs().clamp(min=1)
-        columns.append((rank, heads.full_ids(logits.argmax(-1)), margin))
-    return Scores(*(torch.stack(of_heads, 1).cpu().numpy() for of_heads in zip(*columns, strict=True)))
-
-
-# --- what is measured, once for all who judge heads ---
+        ranks.append(rank)
+        best.append(heads.full_ids(logits.argmax(-1)))
+    return Scores(torch.stack(ranks, 1).cpu().numpy(), torch.stack(best, 1).cpu().numpy())
 
 
 class Reference:
-    """The target without drafts: its greedy `plain` texts of the prompts, and the `traces` of its states along them.
+    """The target without drafts: its `plain` greedy texts, and the `states` along them.
 
-    All heads of the target are held against it. What costs time is measured once, on first use.
+    All heads of the target are compared with it. Expensive measurements are made on first use.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int,
+        self,
+        target: LanguageModel,
+        prompts: Sequence[Prompt | Sequence[int]],
+        max_new_tokens: int,
         progress: Progress = silent,
-    ) -> None:  # fmt: skip
-        """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS; for intervals FEWEST prompts or more."""
-        self.target, self.backbone, self.plain = target, backbone_of(target), []
+    ) -> None:
+        """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS.
+
+        Intervals need FEWEST prompts or more.
+        """
+        self.target, self.backbone = target, backbone_of(target)
+        self.plain = []
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
             self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
-        self.traces = [trace(target, text) for text in self.plain]
+        self.states = [states_along(target, text) for text in self.plain]
 
     def first(self, n: int) -> Self:
-        """The reference of the first `n` prompts."""
+        """Return the reference of the first `n` prompts."""
         part = copy(self)
-        part.plain, part.traces = self.plain[:n], self.traces[:n]
+        part.plain, part.states = self.plain[:n], self.states[:n]
         return part
 
     @cached_property
     def probe(self) -> States:
-        """The last states of the longest text, whose last token may be no context."""
+        """The last PROBE_ROWS states of the longest text."""
         ids = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in self.plain), key=len)
-        return states(self.target, ids, min(PROBE, len(ids)))
+        return states_of(self.target, ids, min(PROBE_ROWS, len(ids)))
 
     @cached_property
     def baseline(self) -> Baseline:
@@ -186,21 +186,25 @@ class Reference:
 
 
 class HeadsEvidence:
-    """Measurements of heads against a reference, with the `chains` that they draft for its prompts, greedily.
+    """Measurements of heads on a reference's prompts, with the greedy `chains` that they draft.
 
-    `report` is the loader's, None where nothing was loaded, and `log` that of the training; `seed` is that of weights
-    that are shuffled to compare.
+    `report` is the loader's report, None if nothing was loaded; `log` is that of the training.
     """
 
     def __init__(
-        self, reference: Reference, heads: Heads, report: LoadReport | None, seed: int, progress: Progress = silent
+        self,
+        reference: Reference,
+        heads: Heads,
+        report: LoadReport | None,
+        progress: Progress = silent,
     ) -> None:
-        self.reference, self.heads, self.report, self.seed = reference, heads, report, seed
+        self.reference, self.heads, self.report = reference, heads, report
         self.log = report.log if report else ()
-        drafter, self.chains = HeadsDrafter(reference.target, heads), []
+        drafter = HeadsDrafter(reference.target, heads)
         decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
+        self.chains = []
         for done, text in enumerate(reference.plain):
-            progress(done, len(reference.plain), f"gates: chains of prompt {done + 1} of {len(reference.plain)}")
+            progress(done, len(reference.plain), f"gates: chain {done + 1} of {len(reference.plain)}")
             self.chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
 
     @cached_property
@@ -208,63 +212,70 @@ class HeadsEvidence:
         return self.score_all()
 
     def score_all(
-        self, heads: Heads | None = None, *, fed: Callable[[States], Tensor] | None = None, shift: int = 0
+        self,
+        heads: Heads | None = None,
+        normed: Callable[[States], Tensor | None] = lambda states: None,
     ) -> list[Scores]:
-        """Score along all traces: these heads or others, states that are `fed` to the blocks instead, other tokens."""
-        return [score(heads or self.heads, hidden, fed, shift=shift) for hidden in self.reference.traces]
+        """Score along all texts, with other heads or with another input `normed` of the blocks."""
+        return [score(heads or self.heads, states, normed(states)) for states in self.reference.states]
 
     def copies(self) -> np.ndarray:
-        """Share of the positions at which each head says the backbone's next token, `(n_heads,)`."""
-        pairs = zip(self.scores, self.reference.traces, strict=True)
+        """Return how often each head predicts the backbone's next token, `(n_heads,)`."""
+        pairs = zip(self.scores, self.reference.states, strict=True)
         return np.concatenate([s.best == t.logits.argmax(1)[:, None] for s, t in pairs]).mean(0)
 
     @cached_property
     def by_head(self) -> pd.DataFrame:
-        """How often each head has the true token among its best `top`, with intervals over prompts.
+        """How often each head's most likely token is the true one, with intervals over prompts.
 
-        Columns: head, top (1, 5), accuracy, low, high, n.
+        Columns: head, accuracy, low, high, n.
         """
         rows = []
-        for head, top in product(range(self.heads.config.n_heads), TOPS):
+        for head in range(self.heads.config.n_heads):
             ranks = [scores.rank[scores.rank[:, head] != NO_LABEL, head] for scores in self.scores]
-            share = share_interval([((rank < top).sum(), len(rank)) for rank in ranks])
-            rows.append((head, top, *share, sum(map(len, ranks))))
-        return pd.DataFrame(rows, columns=["head", "top", "accuracy", "low", "high", "n"])
+            share = share_interval([((rank == 0).sum(), len(rank)) for rank in ranks])
+            rows.append((head, *share, sum(map(len, ranks))))
+        return pd.DataFrame(rows, columns=["head", "accuracy", "low", "high", "n"])
 
     @cached_property
     def served(self) -> pd.DataFrame:
-        """alpha_k of the chains: position (1..), alpha, low, high (over prompts), kept, tested."""
+        """alpha_k of the chains: position (from 1), alpha, low, high (over prompts), kept, tested."""
         counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
         rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
         return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
-# --- tables ---
-
-
 def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
-    """Return one row for each head and rank: head, rank (0 the best), marginal, cumulative, hits, n.
+    """Return one row per head and rank: head, rank (from 0), marginal, cumulative, hits, n.
 
-    `marginal` is the share of the `n` positions whose true token has just this rank, `cumulative` this rank or a
-    better one.
+    `marginal` is the share of the `n` positions whose true token has this rank, `cumulative` the
+    share with this rank or a better one.
     """
     ranks = np.concatenate([of.rank for of in scores])
     hits = (ranks[..., None] == np.arange(RANKS)).sum(0)  # (n_heads, RANKS)
     n = np.broadcast_to((ranks != NO_LABEL).sum(0)[:, None], hits.shape)
     shares = hits / n.clip(1)
     head, rank = np.indices(hits.shape)
-    columns = {"head": head, "rank": rank, "marginal": shares, "cumulative": shares.cumsum(1), "hits": hits, "n": n}
+    columns = {
+        "head": head,
+        "rank": rank,
+        "marginal": shares,
+        "cumulative": shares.cumsum(1),
+        "hits": hits,
+        "n": n,
+    }
     return pd.DataFrame({name: values.ravel() for name, values in columns.items()})
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
-    """Return hits over trials with an interval over prompts, from rows (hits, trials); all NaN without a trial.
+    """Return hits over trials with an interval over prompts, from rows (hits, trials).
 
-    Wilson's interval of as many independent trials as would spread like these (at most those there are), with
-    Student's t. So 4 of 4 is no certainty, and drafts of one text count less than as many of many texts.
+    It is Wilson's interval with Student's t. Its number of trials is that of independent trials
+    with the same spread over prompts, at most the number there are: drafts of one text count less
+    than as many of several texts. All values are NaN without a trial.
     """
-    data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)  # a prompt without a trial says nothing
+    data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)
     (hits, trials), n = data.sum(axis=0), len(data)
     rate = hits / trials if n else nan
     if n < FEWEST:
@@ -276,7 +287,7 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Count drafts kept and tested by position (of a tree, by depth) in a greedy generation: `(MOST_HEADS, 2)`."""
+    """Count accepted and tested drafts by position in a greedy generation: `(MOST_HEADS, 2)`."""
     counts = np.zeros((MOST_HEADS, 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
@@ -284,34 +295,17 @@ def served_counts(generation: Generation) -> np.ndarray:
     return counts
 
 
-# --- what was served, against what was scored ---
+def compare_rounds(chain: Generation, scores: Scores) -> tuple[int, int]:
+    """Count the rounds of a greedy chain that draft, and those that do not accept as `scores` say.
 
-
-class Compared(NamedTuple):
-    """Rounds that drafted; those that contradict the scores, at near-ties and not; right first drafts."""
-
-    rounds: int
-    near_ties: int
-    apart: int
-    right: int
-
-
-def near_tie(target: LanguageModel, heads: Heads) -> float:
-    """Return the lead of a first choice, as a share of its logit, below which two forwards may choose differently."""
-    return NEAR_TIE if target.caps.lossless_dtype else HALF_TIES * torch.finfo(heads.shared_lm_head.dtype).eps
-
-
-def compare_rounds(chain: Generation, scored: Scores, ties: float) -> Compared:
-    """Compare a greedy chain with scores: a round after j + 1 tokens must accept what row j is right about."""
-    rounds = near = apart = right = done = 0
+    A round after j + 1 tokens accepts the drafts that row j has right, up to the first wrong one.
+    """
+    rounds = differ = n_tokens = 0
     for r in chain.rounds:
-        row, done = done - 1, done + len(r.committed_ids)
-        if not r.k:
-            continue
-        rank = scored.rank[row, : r.k]
-        expected = int((rank == 0).cumprod().sum())  # behind the end of the text no rank is 0
-        rounds, right = rounds + 1, right + int(rank[0] == 0)
-        if expected != r.n_accepted:
-            tie = scored.margin[row, min(expected, r.n_accepted)] <= ties
-            near, apart = near + int(tie), apart + int(not tie)
-    return Compared(rounds, near, apart, right)
+        row = n_tokens - 1
+        n_tokens += len(r.committed_ids)
+        if r.k:
+            rounds += 1
+            expected = (scores.rank[row, : r.k] == 0).cumprod().sum()
+            differ += int(expected != r.n_accepted)
+    return rounds, differ

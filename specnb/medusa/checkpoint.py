@@ -1,4 +1,4 @@
-"""Files of trained heads, in our own layout and two others: read, write, convert.
+"""Read, write and convert files of trained heads, in our own layout and two others.
 
 A folder in our layout has `config.json` (`HeadsConfig`), `heads.safetensors` and, for heads trained
 here, `training.json`. The frozen norm, the shared lm_head and the embeddings belong to the backbone
@@ -20,7 +20,8 @@ are written unchanged: their blocks also take the normed state.
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -34,16 +35,22 @@ from torch import Tensor
 from specnb.errors import HeadsMismatch, InputError, require_known
 from specnb.io import project_dir, read_json, read_toml, reading, validated, write_atomic
 from specnb.lm.files import expand_home
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, ResidualBlock, skeleton
+from specnb.medusa.nets import Backbone, DrafterConfig, Heads, HeadsConfig, ResidualBlock
 
-CONFIG_FILE, TRAINING_FILE = "config.json", "training.json"
-"""Beside the weights; the second is what a training leaves: recipe, log (lines of step, lr, loss), accuracy."""
+CONFIG_FILE = "config.json"
+TRAINING_FILE = "training.json"
+"""The facts of a training: recipe, log (lines of step, lr, loss), accuracy. Next to the weights."""
 OWN = "specnb"
 """Our layout."""
 MAP = "token_map"
 """The name of the draft vocabulary in our layout."""
-GROUPS = {"head": r"(?P<head>\d{1,3})", "layer": r"(?P<layer>\d{1,3})", "n_layers": r"\d{1,3}",
-          "part": "(?P<part>weight|bias)"}  # fmt: skip
+GROUPS = {
+    "head": r"(?P<head>\d{1,3})",
+    "layer": r"(?P<layer>\d{1,3})",
+    "n_layers": r"\d{1,3}",
+    "part": "(?P<part>weight|bias)",
+}
+"""Patterns for the fields of a layout's templates."""
 
 
 class ForeignConfig(BaseModel):
@@ -60,11 +67,11 @@ class Layout(NamedTuple):
     lm_head: str
     keys: Mapping[str, str]
 
-    def translate(self, name: str, to: "Layout", n_layers: int = 1) -> str:
-        """Return the name that a weight has in another layout."""
+    def translate(self, name: str, to: "Layout") -> str:
+        """Return a weight's name in another layout; a foreign one has one block per head."""
         for template, other in ((self.block, to.block), (self.lm_head, to.lm_head)):
             if matches := match_names(template, [name]):
-                return other.format(**{"layer": 0} | matches[0].groupdict(), n_layers=n_layers)
+                return other.format(**{"layer": 0} | matches[0].groupdict(), n_layers=1)
         return name  # the token map, or a name without a counterpart
 
 
@@ -72,20 +79,20 @@ LAYOUTS = {name: Layout(**fields) for name, fields in read_toml(Path(__file__).w
 
 
 def match_names(template: str, names: Iterable[str]) -> list[re.Match[str]]:
-    """Return the matches of those names that are of a layout's template."""
+    """Return the matches of the names that fit a layout's template."""
     pattern = template.replace(".", r"\.").format(**GROUPS)
     return [match for name in names if (match := re.fullmatch(pattern, name))]
 
 
 class HeadsFile(NamedTuple):
-    """Weights that are being read: `tensors` by the names of the file, `config` of the config.json beside it.
+    """Weights while they are read: `tensors` by the names in the file, and its `config`.
 
-    `converted` are sentences on what was changed in reading, `faults` on what cannot be used.
+    `converted` are sentences on changes made while reading, `faults` on what cannot be used.
     """
 
     file: Path
     layout: str
-    config: HeadsConfig | ForeignConfig
+    config: Any  # a DrafterConfig, or ForeignConfig
     tensors: dict[str, Tensor]
     converted: list[str]
     faults: list[str]
@@ -109,22 +116,23 @@ def _take_norms_out(stored: HeadsFile, backbone: Backbone) -> str:
 
 
 def shipped() -> dict[str, Path]:
-    """Name and folder of the trained heads in `data/heads`."""
+    """Return the name and folder of each set of trained heads in `data/heads`."""
     root = project_dir() / "data/heads"
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
-def open_heads(name_or_path: str | Path) -> HeadsFile:
-    """Read the weights of a name of `shipped`, or of a file or folder (`./NAME` for a folder of such a name).
+def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConfig) -> HeadsFile:
+    """Read weights: a name of `shipped`, a file, or a folder (`./NAME` for a folder of such a name).
 
-    A `.pt` is opened without running what is pickled in it. `converted` lists what was removed
-    around a state dict: a dict that wraps it, and a common prefix of the names. Raises InputError
-    for a file that is not there, cannot be read or has no known layout, and for a bad config.json.
+    `schema` is the class of config.json in our layout; other layouts hold heads only.
+    A `.pt` is opened without running code pickled in it. A state dict may be wrapped in another
+    dict, as training checkpoints do; `converted` then says so. Raises InputError for a file that
+    does not exist, cannot be read or has no known layout, and for a bad config.json.
     """
-    known, name = shipped(), str(name_or_path)
-    path = known.get(name, expand_home(name))
+    names, name = shipped(), str(name_or_path)
+    path = names.get(name, expand_home(name))
     if not path.exists():
-        require_known("heads (there is no such folder or file)", name, known)
+        require_known("heads (there is no such folder or file)", name, names)
     candidates = [path] if path.is_file() else [path / layout.file for layout in LAYOUTS.values()]
     file = next(filter(Path.is_file, candidates), None)
     if file is None:
@@ -132,13 +140,13 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
             f"{path} holds no heads: give a folder with one of "
             f"{', '.join(candidate.name for candidate in candidates)}, or the file itself"
         )
-    beside = file.with_name(CONFIG_FILE)
-    config = read_json(beside) if beside.is_file() else {}
+    config_file = file.with_name(CONFIG_FILE)
+    config = read_json(config_file) if config_file.is_file() else {}
     converted = []
     with reading(file):
         if file.suffix == ".safetensors":
             stored = safetensors.torch.load_file(file)
-        else:  # only a zip archive can be mapped; older files are not one
+        else:  # only zip archives can be mapped; older files are none
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
         dicts = {k: v for k, v in stored.items() if isinstance(v, Mapping) and _tensors_of(v)}
         # next to the state of an optimizer, an epoch
@@ -146,19 +154,12 @@ def open_heads(name_or_path: str | Path) -> HeadsFile:
             [(name, stored)] = dicts.items()
             converted.append(f"the weights were in {name!r}")
         tensors = _tensors_of(stored)
-    while not (layout := _layout_of(tensors)):
-        first = {name.partition(".")[0] for name in tensors}
-        if len(first) != 1 or first == {""}:
-            break
-        tensors = {name.partition(".")[2]: tensor for name, tensor in tensors.items()}
-        converted.append(f"every name began with {first.pop()!r}")
-    if file.name == LAYOUTS[OWN].file:
-        layout = OWN
-    if layout is None:
+    layout = OWN if file.name == LAYOUTS[OWN].file else _layout_of(tensors)
+    if layout is None or (layout != OWN and schema is not HeadsConfig):
         raise InputError(f"{file} has {[*stored][:5]!s:.300}, …: expected names of a layout ({', '.join(LAYOUTS)})")
     if layout == OWN and not config:
-        raise InputError(f"no {CONFIG_FILE} beside {file}: without it nobody knows what the heads are fed")
-    config = validated(HeadsConfig if layout == OWN else ForeignConfig, config, str(beside))
+        raise InputError(f"no {CONFIG_FILE} next to {file}: it says which hidden state the heads take")
+    config = validated(schema if layout == OWN else ForeignConfig, config, str(config_file))
     return HeadsFile(file, layout, config, tensors, converted, [])
 
 
@@ -172,7 +173,7 @@ def _layout_of(names: Iterable[str]) -> str | None:
     return next(matching, None)
 
 
-def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
+def read_config(stored: HeadsFile, backbone: Backbone) -> Any:
     """Return the config of heads; in other layouts, the names of the weights decide.
 
     Removes norms from `stored` and notes each change in it.
@@ -196,8 +197,8 @@ def read_heads_config(stored: HeadsFile, backbone: Backbone) -> HeadsConfig:
 def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     """Write `heads` to a new `folder` in the layout `name`, in their own dtype.
 
-    Returns a sentence on each change. Raises InputError for heads that the layout cannot hold;
-    nothing is written then.
+    Return a sentence on each change. Foreign layouts hold Medusa heads of one block with bias, over
+    the whole vocabulary. For other heads InputError is raised, and nothing is written.
     """
     if name == OWN:
         save_heads(heads, folder, dtype=None)
@@ -205,15 +206,7 @@ def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
     source = LAYOUTS[OWN]
     layout = LAYOUTS[name]
     config = heads.config
-    # The original repository applies one block per head n_layers times.
-    alike = all(
-        torch.equal(weight, head.blocks[0].get_parameter(part))
-        for head in heads.heads
-        for block in head.blocks
-        for part, weight in block.named_parameters()
-    )
-    fits = config.kind == "medusa" and not config.draft_vocab and alike
-    if not fits or (name == "note" and config.n_layers > 1):
+    if config.kind != "medusa" or config.draft_vocab or config.n_layers > 1 or not config.bias:
         raise InputError(f"{name} cannot hold these heads, use {OWN}: {config}")
     state = dict(heads.state_dict())
     sentences = []
@@ -221,43 +214,42 @@ def write_layout(heads: Heads, folder: Path, name: str) -> list[str]:
         for head in range(config.n_heads):
             state[source.lm_head.format(head=head)] = heads.shared_lm_head
         sentences.append(f"the backbone's lm_head was written for each of {config.n_heads} heads")
-    if not config.bias:  # other loaders may not be strict and leave missing biases random
-        for key in [key for key in state if key.endswith(".linear.weight")]:
-            bias = state[key].new_zeros(config.hidden_size)
-            state[key.replace(".weight", ".bias")] = bias
-        sentences.append("biases of zero were added")
-    tensors = {source.translate(key, layout, config.n_layers): state[key] for key in state}
+    tensors = {source.translate(key, layout): state[key] for key in state}
     facts = {key: getattr(config, attribute) for key, attribute in layout.keys.items()}
     facts["base_model_name_or_path"] = config.backbone_name
-    _write(folder, layout.file, tensors, facts)
+    _write(folder, layout.file, tensors, {CONFIG_FILE: _json(facts)})
     return sentences
 
 
-def _write(
-    folder: Path, weights: str, tensors: Mapping[str, Tensor], config: Mapping[str, object],
-    facts: Mapping[str, object] | None = None,
-) -> None:  # fmt: skip
-    """Write into a new `folder` the weights, as their name's ending says, `facts` as training.json, and config.json."""
+def _write(folder: Path, weights: str, tensors: Mapping[str, Tensor], files: Mapping[str, str]) -> None:
+    """Write a new `folder` with the file `weights` and text `files`, all or nothing."""
     require_free(folder)
-    held = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
+    copies = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}
     if weights.endswith(".pt"):
-        torch.save(held, packed := io.BytesIO())
+        torch.save(copies, packed := io.BytesIO())
         data = packed.getvalue()
     else:
-        data = safetensors.torch.save(held, metadata={"format": "pt"})
-    write_atomic(folder / weights, data)
-    for name, values in ((TRAINING_FILE, facts), (CONFIG_FILE, config)):
-        if values is not None:
-            write_atomic(folder / name, json.dumps(values, indent=1, allow_nan=False).encode() + b"\n")
+        data = safetensors.torch.save(copies, metadata={"format": "pt"})
+    folder = folder.absolute()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    write_atomic(partial / weights, data)
+    for name, text in files.items():
+        write_atomic(partial / name, text.encode())
+    partial.replace(folder)
+
+
+def _json(values: Mapping[str, object]) -> str:
+    return json.dumps(values, indent=1, allow_nan=False) + "\n"
 
 
 # --- loading and writing ---
 
 
 class LoadReport(NamedTuple):
-    """The loader's report: `converted` are differences from our layout, `findings` what a user should mend.
+    """The loader's report: `converted` are differences from our layout, `findings` need fixing.
 
-    `training` is the training.json beside the weights, empty where there is none.
+    `training` is the training.json next to the weights, or empty.
     """
 
     path: Path
@@ -269,93 +261,127 @@ class LoadReport(NamedTuple):
 
     @property
     def log(self) -> Sequence[Mapping[str, Any]]:
-        """Lines of the training's log."""
+        """The lines of the training log."""
         return self.training.get("log", ())
 
     def __str__(self) -> str:
         config = self.config
         lines = [
             f"{self.path}: {config.n_heads} {config.kind} heads, layout {self.layout}",
-            f"  {config.n_layers} blocks a head, of {config.hidden_size}; {config.input}, {config.lm_head} lm_head",
-            f"  {config.draft_size:,} of {config.vocab_size:,} tokens",
+            f"  blocks per head: {config.n_layers}, hidden size {config.hidden_size}",
+            f"  input {config.input}, {config.lm_head} lm_head",
+            f"  draft vocabulary: {config.draft_size:,} of {config.vocab_size:,} tokens",
             *(f"  converted: {sentence}" for sentence in self.converted),
-            *(f"  DOUBTFUL: {sentence}" for sentence in self.findings),
+            *(f"  WARNING: {sentence}" for sentence in self.findings),
         ]
         return "\n".join(lines)
 
 
 def save_heads(
-    heads: Heads, folder: Path, *, dtype: str | None = "bfloat16", facts: Mapping[str, object] | None = None
+    net: Any,
+    folder: Path,
+    *,
+    dtype: str | None = "bfloat16",
+    facts: Mapping[str, object] | None = None,
+    card: str = "",
 ) -> Path:
-    """Write `heads` to a new `folder` in our layout; `facts` go to training.json. Returns the folder."""
-    state = heads.state_dict()
+    """Write a trained drafter to a new `folder` in our layout, and return the folder.
+
+    `facts` of the training go to training.json, the `card` to README.md. A killed write leaves
+    `folder` free.
+    """
+    state = net.state_dict()
     if dtype:
-        state = {n: t.to(getattr(torch, dtype)) if t.is_floating_point() else t for n, t in state.items()}
-    _write(folder, LAYOUTS[OWN].file, state, heads.config.model_dump(), facts)
+        kind = getattr(torch, dtype)
+        state = {n: t.to(kind) if t.is_floating_point() else t for n, t in state.items()}
+    files = {CONFIG_FILE: _json(net.config.model_dump())}
+    if facts is not None:
+        files[TRAINING_FILE] = _json(facts)
+    if card:
+        files["README.md"] = card
+    _write(folder, LAYOUTS[OWN].file, state, files)
     return folder
 
 
 def require_free(folder: Path) -> None:
-    """Raises InputError when there is something at `folder`: a model's own has files of the same names."""
+    """Raise InputError if `folder` is not empty: a model's folder has files of the same names."""
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise InputError(f"{folder} is not empty: give a new or an empty folder")
 
 
-def load_trained_heads(path: str | Path, backbone: Backbone) -> tuple[Heads, LoadReport]:
-    """Load heads from a shipped name, a folder or a file of any layout, put on a model, in its type and on its device.
+def load_trained_heads(
+    path: str | Path,
+    backbone: Backbone,
+    build: Callable[..., Any] = Heads,
+    schema: type[DrafterConfig] = HeadsConfig,
+) -> tuple[Any, LoadReport]:
+    """Load trained weights of any layout onto a model, in its dtype and on its device.
 
-    Raises HeadsMismatch that lists every key that is missing, unexpected or of another shape or type, weights that are
-    not finite, other sizes, another backbone; InputError where there is nothing to read.
+    `path` is a shipped name, a folder or a file. `build(config, backbone, token_map)` returns the
+    untrained network. Raises HeadsMismatch for other sizes, another backbone, weights that are not
+    finite, and keys that are missing, unexpected or of another shape or dtype. Raises InputError if
+    there is nothing to read.
     """
-    stored = open_heads(path)
-    config, layout = read_heads_config(stored, backbone), LAYOUTS[stored.layout]
-    # clones, for what the file holds is mapped, and may change under us
-    tensors = {layout.translate(name, LAYOUTS[OWN]): tensor.clone() for name, tensor in stored.tensors.items()}
-    if faults := stored.faults + _list_faults(tensors, config, backbone):
+    stored = open_heads(path, schema)
+    config, layout = read_config(stored, backbone), LAYOUTS[stored.layout]
+    # Clones: the file is mapped into memory and may change. Older versions wrote an empty tensor.
+    tensors = {
+        layout.translate(name, LAYOUTS[OWN]): tensor.clone()
+        for name, tensor in stored.tensors.items()
+        if tensor.numel()
+    }
+    faults = stored.faults + _list_faults(tensors, config, backbone)
+    if not faults:
+        try:
+            net = build(config, backbone, tensors.get(MAP))
+            net.load_state_dict(tensors)
+        except RuntimeError as error:  # lists missing and unexpected keys, and other shapes
+            faults = [" ".join(str(error).split())]
+    if faults:
         refused = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
-        raise HeadsMismatch(f"{refused}. Give heads that were trained for this model, or convert the file again")
-    heads = Heads(config, backbone, tensors.get(MAP))
-    heads.load_state_dict(tensors)
+        raise HeadsMismatch(f"{refused}. Use heads trained for this model, or convert the file again")
     dtype = backbone.lm_head.dtype
-    for kind in sorted({tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}, key=str):
-        if torch.promote_types(kind, dtype) != dtype:
-            stored.converted.append(f"rounded from {kind} to {dtype}, the model's")
+    dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
+    for other in sorted(dtypes, key=str):
+        if torch.promote_types(other, dtype) != dtype:
+            stored.converted.append(f"rounded from {other} to {dtype}, the model's")
     if not config.backbone:
         named = config.backbone_name or "not named"
-        stored.converted.append(f"no digest of the model of these heads ({named}): only sizes were compared")
+        stored.converted.append(f"no digest of the heads' backbone ({named}): only sizes were compared")
     findings = tuple(
         f"{name} is all zero: it was never trained"
-        for name, module in heads.named_modules()
+        for name, module in net.named_modules()
         if isinstance(module, ResidualBlock) and not any(weight.any() for weight in module.parameters())
     )
-    card = stored.file.with_name(TRAINING_FILE)
-    training = read_json(card) if card.exists() else {}
-    return heads.eval(), LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
+    facts = stored.file.with_name(TRAINING_FILE)
+    training = read_json(facts) if facts.exists() else {}
+    report = LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
+    return net.eval(), report
 
 
-def _list_faults(tensors: dict[str, Tensor], config: HeadsConfig, backbone: Backbone) -> list[str]:
-    """List what keeps a state dict from the backbone."""
+def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) -> list[str]:
+    """List the reasons why a state dict cannot be used with the backbone."""
     dtype = backbone.lm_head.dtype
     faults = [
-        f"these heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}: another model"
+        f"the heads have {size} {getattr(config, size)}, the backbone {getattr(backbone, size)}"
         for size in ("hidden_size", "vocab_size")
         if getattr(config, size) != getattr(backbone, size)
     ]
     if config.backbone not in ("", backbone.digest):
         digests = f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…"
-        faults.append(f"the heads were trained on another model ({config.backbone_name or 'not named'}, {digests})")
-    if MAP in tensors:
-        token_map = tensors[MAP]
+        named = config.backbone_name or "not named"
+        faults.append(f"the heads were trained on another model ({named}, {digests})")
+    token_map = tensors.get(MAP, torch.empty(0))
+    if len(token_map) != config.draft_vocab:
+        expected = f"config.json says {config.draft_vocab}"
+        faults.append(f"{MAP!r} holds {len(token_map)} tokens, {expected}")
+    if len(token_map):
         inside = (token_map >= 0) & (token_map < config.vocab_size)
         if not inside.all() or not torch.equal(token_map, token_map.unique()):
-            faults.append(f"{MAP!r} does not hold ascending ids of the vocabulary, each once")
+            faults.append(f"{MAP!r} must hold ascending ids of the vocabulary, each once")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() == (name == MAP):
-            faults.append(f"{name!r} is of {tensor.dtype}")
+            faults.append(f"{name!r} has dtype {tensor.dtype}")
         elif not tensor.to(dtype).isfinite().all():
             faults.append(f"{name!r} has NaN or infinity (in {dtype})")
-    try:
-        skeleton(config).load_state_dict(tensors, assign=True)
-    except RuntimeError as error:  # it lists what is missing, unexpected, or of another shape
-        faults.append(" ".join(str(error).split()))
     return faults

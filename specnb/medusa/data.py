@@ -4,8 +4,8 @@ Heads predict the backbone's own tokens, so they are trained on its own text (Ca
 section 2.3.2). A row is a seed and the backbone's sampled continuation, of a fixed length in
 tokens. All rows of a batch are generated together.
 
-Seeds are excerpts of code and prose from the texts that come with Python, openings of a few words,
-and, for a model with a chat template, requests about such an excerpt. None is in `data/prompts`.
+Seeds are excerpts of code and prose from the texts that come with Python and, for a model with a
+chat template, also requests about such an excerpt. None is in `data/prompts`.
 
 Batches are generated one by one. The random numbers of a batch come from (seed, split, number), so
 a run that was stopped resumes after its last batch. States are the outputs of `tapped_layers` and
@@ -43,8 +43,8 @@ from specnb.medusa.nets import backbone_of
 
 # --- seeds: what the backbone continues ---
 
-KINDS = {"code": 0.35, "prose": 0.15, "opening": 0.15, "request": 0.35}
-"""The probability of each kind of seed."""
+REQUESTS = 0.4
+"""The probability that a seed is a request, for a model with a chat template."""
 PARAGRAPHS = 2
 """Paragraphs of an excerpt."""
 
@@ -77,22 +77,19 @@ def draw_seeds(
 ) -> list[tuple[int, ...]]:
     """Draw the seeds of a batch, as token ids, from `texts` by kind.
 
-    A model without a chat template gets an excerpt instead of a request. Seeds that are too long
-    are cut; a request is drawn again, because its end is where the answer begins.
+    Excerpts that are too long are cut. A request that is too long is drawn again, because the
+    answer begins at its end.
     """
-    openings, requests = read_json(project_dir() / "data/heads/seeds.json").values()
+    requests = read_json(project_dir() / "data/heads/seeds.json")
     seeds = []
     while len(seeds) < writing.batch_size:
-        kind = rng.choice([*KINDS], p=[*KINDS.values()])
-        about = kind if kind in texts else rng.choice([*texts])
-        text = texts[about][int(rng.integers(len(texts[about])))]
+        kind = rng.choice([*texts])
+        text = texts[kind][int(rng.integers(len(texts[kind])))]
         paragraphs = [part for part in text.split("\n\n") if part.strip()]
         start = int(rng.integers(len(paragraphs)))
         prompt = excerpt = "\n\n".join(paragraphs[start : start + PARAGRAPHS]).strip("\n")
-        if kind == "opening":
-            prompt = str(rng.choice(openings))
-        elif kind == "request" and model.vocab.chat_template:
-            request = rng.choice(requests[about]).format(text=excerpt)
+        if model.vocab.chat_template and rng.random() < REQUESTS:
+            request = rng.choice(requests[kind]).format(text=excerpt)
             prompt = [{"role": "user", "content": request}]
         ids = prompt_ids(model, prompt)
         if isinstance(prompt, str) or len(ids) <= writing.longest_seed:
@@ -132,10 +129,10 @@ def mark_own(tokens: np.ndarray, seed_lengths: np.ndarray, eog: Collection[int])
     own = np.zeros(tokens.shape, bool)
     for row, ids in enumerate(tokens.tolist()):
         earlier = set()
-        for at, token in enumerate(ids):
-            generated = at >= seed_lengths[row]
-            run = tuple(ids[max(0, at + 1 - REPEAT) : at + 1])
-            own[row, at] = generated and run not in earlier
+        for place, token in enumerate(ids):
+            generated = place >= seed_lengths[row]
+            run = tuple(ids[max(0, place + 1 - REPEAT) : place + 1])
+            own[row, place] = generated and run not in earlier
             earlier.add(run)
             if generated and token in eog:
                 break

@@ -1,11 +1,10 @@
-"""Heads that draft several tokens from one hidden state: Medusa, Hydra and ReDrafter.
+"""Medusa and Hydra heads: networks that draft several tokens from one hidden state.
 
-Head i predicts the token i + 2 places behind the one whose hidden state h it is fed; the model itself predicts the
-next one. A head is h + SiLU(W h + b), zero at the start, in front of an lm_head: untrained, it says what the backbone
-says of the next token (Cai et al. 2401.10774, equation 1). Hydra's head i also sees the embeddings of the i + 1
-tokens since (Ankner et al. 2402.05109); ReDrafter has one head for all places, which sees them through a recurrent
-state (Cheng et al. 2403.09919). Upstream: `ResBlock` and `medusa_head` in FasterDecoding/Medusa,
-medusa/model/medusa_model.py. There the linear layer of a block starts at zero too, so that SiLU(W h) does.
+Head i predicts token t + 2 + i from h, the hidden state of token t. The model itself predicts token
+t + 1. A head is h + SiLU(W h + b), followed by an lm_head (Cai et al. 2401.10774, equation 1). W
+and b start at zero, so an untrained head gives the backbone's own next-token logits. Hydra's head i
+also reads the embeddings of tokens t + 1 … t + 1 + i (Ankner et al. 2402.05109). Upstream:
+`ResBlock` and `medusa_head` in FasterDecoding/Medusa, medusa/model/medusa_model.py.
 """
 
 import hashlib
@@ -26,14 +25,15 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
 
 MOST_HEADS = 16
+MOST_LAYERS = 8
 OUTSIDE = -1
-"""The draft id of a token that the draft vocabulary does not hold: no head can say it, and it counts as a miss."""
+"""The draft id of tokens outside the draft vocabulary: heads cannot draft these."""
 
 
 class DrafterConfig(BaseModel):
-    """The part of the `config.json` beside weights that is of all drafters.
+    """The fields of `config.json` that all trained drafters share.
 
-    `n_heads` are the most drafts of a round; `backbone` is `Backbone.digest`.
+    `n_heads` is the largest number of tokens drafted in a round; `backbone` is `Backbone.digest`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -49,15 +49,15 @@ class DrafterConfig(BaseModel):
 class HeadsConfig(DrafterConfig):
     """The `config.json` of heads.
 
-    `input` is the norm contract: `pre_norm` heads are fed the hidden state in front of the backbone's final norm and
-    apply a frozen copy of it once; `post_norm` heads are fed what comes out of that norm (transformers'
-    `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is the backbone's own (`shared`), or one of
-    their own for each head (`private`). With `draft_vocab` above 0 heads choose among that many tokens only, and a map
-    says which.
+    `input` says which hidden state the heads take. `pre_norm` heads take the input of the
+    backbone's final norm and apply a frozen copy of the norm. `post_norm` heads take the output of
+    the norm (transformers' `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is
+    `shared` (the backbone's) or `private` (one per head). A `draft_vocab` above 0 restricts drafts
+    to that many tokens, which the token map lists.
     """
 
-    kind: Literal["medusa", "hydra", "redrafter"] = "medusa"
-    n_layers: PositiveInt = 1
+    kind: Literal["medusa", "hydra"] = "medusa"
+    n_layers: int = Field(default=1, ge=1, le=MOST_LAYERS)
     input: Literal["pre_norm", "post_norm"] = "pre_norm"
     bias: bool = True
     lm_head: Literal["shared", "private"] = "shared"
@@ -65,22 +65,20 @@ class HeadsConfig(DrafterConfig):
 
     @property
     def draft_size(self) -> int:
-        """Tokens that the heads choose among."""
+        """Number of tokens that heads can draft."""
         return self.draft_vocab or self.vocab_size
-
-    @property
-    def n_nets(self) -> int:
-        """Heads with weights of their own."""
-        return 1 if self.kind == "redrafter" else self.n_heads
 
 
 SAMPLES = 1 << 14
-"""Weights of each borrowed part that a digest looks at."""
+"""Number of weights per matrix that enter a digest."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """Borrowed parts, never trained: `norm` is the final norm, `lm_head` and `embeddings` are `(vocab, hidden)`."""
+    """The borrowed parts of a model; none of them is trained.
+
+    `norm` is the final norm; `lm_head` and `embeddings` are `(vocab, hidden)`.
+    """
 
     norm: nn.Module
     lm_head: Tensor
@@ -88,10 +86,10 @@ class Backbone:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of embeddings and lm_head, the same in every engine and type: sha256 over signs of SAMPLES of each.
+        """sha256 over the signs of SAMPLES weights of the embeddings and of the lm_head.
 
-        Rounding to another type flips no sign (but float16 loses weights below 6e-8); another model, or a training
-        step of some size, flips many.
+        It is the same in every engine and dtype: rounding flips no sign, except that float16 loses
+        weights below 6e-8. Another model, or further training, flips many.
         """
         state = hashlib.sha256()
         for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
@@ -111,31 +109,36 @@ class Backbone:
 
     @classmethod
     def of(cls, net: PreTrainedModel) -> "Backbone":
-        """The parts of a causal LM of transformers.
+        """Return the parts of a causal LM of transformers.
 
-        Raises InputError where the logits are more than lm_head(norm(hidden)), for then heads would be fed wrongly.
+        Raises InputError for a model whose logits are not lm_head(norm(hidden)): heads would give
+        other logits.
         """
         name = type(net).__name__
         output, embeddings = net.get_output_embeddings(), net.get_input_embeddings()
         if not isinstance(output, nn.Linear) or output.bias is not None:
-            raise InputError(f"heads need an lm_head that is a matrix without bias; that of {name} is {output!r:.100}")
+            raise InputError(f"got the lm_head {output!r:.100} of {name}, heads need a linear layer without bias")
         config = net.config.get_text_config(decoder=True)
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             if getattr(config, setting, None) not in (None, 1):
-                raise InputError(f"heads are not fed to a {setting} of {getattr(config, setting)}, which {name} has")
+                value = getattr(config, setting)
+                raise InputError(f"{name} has {setting} = {value}, which heads do not support: use another model")
         lm_head = output.weight.detach()
         return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)])
 
 
 def backbone_of(target: LanguageModel) -> Backbone:
-    """Return the parts of a model in torch. Raises InputError for an engine or a model that heads cannot sit on."""
+    """Return the parts of a torch model.
+
+    Raises InputError for other engines and for unsupported models.
+    """
     if not hasattr(target, "network"):
-        raise InputError(f"{target.caps.engine} shows no hidden states of {target.name}: open it with ?backend=hf")
+        raise InputError(f"{target.caps.engine} gives no hidden states of {target.name}: open it with ?backend=hf")
     return Backbone.of(target.network)
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W [x; conditions] + b), with W and b zero at the start: then it is the identity."""
+    """x + SiLU(W [x; condition] + b). W and b start at zero: the untrained block is the identity."""
 
     def __init__(self, size: int, *, conditions: int, bias: bool) -> None:
         super().__init__()
@@ -143,36 +146,23 @@ class ResidualBlock(nn.Module):
         for weight in self.linear.parameters():
             nn.init.zeros_(weight)
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """`x (…, size)`; `seen (…, conditions * size)`, the embeddings this block is conditioned on."""
-        return x + F.silu(self.linear(x if seen is None else torch.cat([x, seen], dim=-1)))
+    def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
+        """Map `x (…, size)` to `(…, size)`.
 
-
-class Cell(nn.Module):
-    """Fold embeddings into a state s = SiLU(W e + U s) of their size, zero at first (2403.09919, section 3)."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.from_token, self.from_state = nn.Linear(size, size), nn.Linear(size, size, bias=False)
-
-    def forward(self, embeddings: Tensor) -> Tensor:
-        """Return the last state `(…, size)` along `embeddings (…, n, size)`."""
-        state = torch.zeros_like(embeddings[..., 0, :])
-        for embedding in embeddings.unbind(-2):
-            state = F.silu(self.from_token(embedding) + self.from_state(state))
-        return state
+        `condition (…, conditions * size)` are concatenated embeddings.
+        """
+        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], dim=-1)))
 
 
 class Head(nn.Module):
-    """Head `index` without the lm_head that all may share: its blocks, of which the first sees the tokens since.
+    """Head `index` up to the lm_head: residual blocks.
 
-    Hydra's sees their embeddings side by side, ReDrafter's the last state of a `cell` along them.
+    The first block of a Hydra head also reads embeddings.
     """
 
     def __init__(self, config: HeadsConfig, index: int) -> None:
         super().__init__()
-        conditions = {"medusa": 0, "hydra": index + 1, "redrafter": 1}[config.kind]
-        self.cell = Cell(config.hidden_size) if config.kind == "redrafter" else None
+        conditions = index + 1 if config.kind == "hydra" else 0
         self.blocks = nn.ModuleList(
             ResidualBlock(config.hidden_size, conditions=0 if layer else conditions, bias=config.bias)
             for layer in range(config.n_layers)
@@ -180,32 +170,35 @@ class Head(nn.Module):
         private = config.lm_head == "private"
         self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
-    def forward(self, x: Tensor, seen: Tensor | None = None) -> Tensor:
-        """Features `(…, hidden)` of normed hidden states `x (…, hidden)`; `seen (…, n, hidden)` of the tokens since."""
-        if seen is not None:
-            seen = self.cell(seen) if self.cell else seen.flatten(-2)
+    def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
+        """Return features `(…, hidden)` of normed states `x (…, hidden)`.
+
+        A Hydra head reads `embeddings (…, index + 1, hidden)`.
+        """
+        condition = None if embeddings is None else embeddings.flatten(-2)
         for block in self.blocks:
-            x, seen = block(x, seen), None
+            x = block(x, condition)
+            condition = None
         return x
 
 
 class Heads(nn.Module):
-    """All heads over one backbone, from hidden states to logits over the draft vocabulary.
+    """All heads on one backbone: from hidden states to logits over the draft vocabulary.
 
-    The backbone's embeddings and its lm_head's rows for the draft vocabulary, `shared_lm_head (draft_size, hidden)`,
-    are borrowed, and its final norm is a frozen copy: none of them is a parameter. `token_map (draft_vocab,)` int64
-    holds the vocabulary id of each draft id, ascending, or is None where the two are the same. Config, backbone and
-    map fit.
+    The embeddings and `shared_lm_head (draft_size, hidden)` are the backbone's, and the norm is a
+    frozen copy; none of them is a parameter. `token_map (draft_vocab,)` int64 holds the vocabulary
+    id of each draft id, ascending. It is None if heads draft from the whole vocabulary. Config,
+    backbone and map must fit: `load_trained_heads` checks it.
     """
 
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
         super().__init__()
         self.config = config
-        self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_nets))
+        self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
         self.register_buffer("token_map", token_map)
         weight = backbone.lm_head
         self.to(device=weight.device, dtype=weight.dtype)
-        # borrowed: torch registers no plain tensor, and no module set so: they are not saved, trained or counted
+        # Set without registration: the norm is not saved, trained or counted. Neither is a plain tensor.
         self.__dict__.update(norm=frozen_copy(backbone.norm))
         self.shared_lm_head = weight if token_map is None else weight[token_map]
         self.embeddings = backbone.embeddings
@@ -215,40 +208,44 @@ class Heads(nn.Module):
                     head.lm_head.weight.copy_(self.shared_lm_head)
 
     @property
-    def paced(self) -> tuple[list[Tensor], str]:
-        """Weights on embeddings, `(hidden, n hidden)`, and the name in a `Recipe` of the rate at which they move."""
+    def scaled_rates(self) -> tuple[list[Tensor], str]:
+        """Hydra's weights on embeddings, `(hidden, n * hidden)`, whose learning rate is scaled.
+
+        The second value is the field of `Recipe` that scales it.
+        """
         size = self.config.hidden_size
-        of_hydra = [head.blocks[0].linear.weight[:, size:] for head in self.heads if self.config.kind == "hydra"]
-        of_cells = [head.cell.from_token.weight for head in self.heads if head.cell]
-        return [weight.detach() for weight in of_hydra + of_cells], "embedding_rate"
+        conditioned = self.heads if self.config.kind == "hydra" else ()
+        return [head.blocks[0].linear.weight.detach()[:, size:] for head in conditioned], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return what the blocks are fed, from hidden states `(…, hidden)` as the norm contract has them."""
+        """Return the input of the blocks for hidden states `(…, hidden)` (see `config.input`)."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Features `(…, hidden)` of one head; `ids (…, at least head + 1)` are the tokens since the hidden state.
+        """Return features `(…, hidden)` of one head.
 
-        Medusa's heads take no notice of them.
+        `ids (…, n)` with n > head are the tokens after the hidden state. Medusa heads ignore them.
         """
-        net = self.heads[head % self.config.n_nets]
         if self.config.kind == "medusa":
-            return net(normed)
-        return net(normed, self.embeddings[ids[..., : head + 1]].to(normed.dtype))
+            return self.heads[head](normed)
+        return self.heads[head](normed, self.embeddings[ids[..., : head + 1]].to(normed.dtype))
 
     def logits(self, head: int, features: Tensor) -> Tensor:
-        """Logits `(…, draft_size)` of one head's features, in the features' dtype."""
-        private = self.heads[head % self.config.n_nets].lm_head
+        """Return logits `(…, draft_size)` of one head's features, in their dtype."""
+        private = self.heads[head].lm_head
         return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
-        """Logits `(batch, draft_size)` float32 of one head: `hidden (batch, hidden)`, `ids (batch, head + 1)`."""
+        """Return one head's logits `(batch, draft_size)` float32.
+
+        `hidden (batch, hidden)`; `ids (batch, n)` with n > head.
+        """
         return self.logits(head, self.features(head, self.normed(hidden), ids)).float()
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Logits `(n_heads, draft_size)` float32 of all heads of a Medusa for one `hidden (hidden,)`.
+        """Return logits `(n_heads, draft_size)` float32 of Medusa heads, for `hidden (hidden,)`.
 
-        One product with the shared lm_head for all: its weights are read once.
+        A shared lm_head is read once for all heads.
         """
         if self.config.lm_head == "private":
             return torch.cat([self.draft_logits(i, hidden[None]) for i in range(self.config.n_heads)])
@@ -257,13 +254,14 @@ class Heads(nn.Module):
         return F.linear(features, self.shared_lm_head).float()
 
     def full_ids(self, draft_ids: Tensor) -> Tensor:
-        """Vocabulary ids of draft ids."""
+        """Return the vocabulary ids of draft ids."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
     def cost(self) -> tuple[int, int]:
-        """Parameters of the heads' own, and bytes that one draft of all heads reads.
+        """Return the number of trained parameters, and the bytes read to draft with all heads.
 
-        A Medusa's features meet the shared lm_head in one product, those of the others head after head.
+        Medusa heads read a shared lm_head once; Hydra heads run one after the other and read it
+        once each.
         """
         weights = list(self.parameters())
         n_bytes = sum(weight.nbytes for weight in weights)
@@ -273,33 +271,25 @@ class Heads(nn.Module):
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
-    """Untrained heads, whose first weights depend on the seed alone."""
+    """Return untrained heads. Their weights depend on the seed alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Heads(config, backbone, token_map)
 
 
 def frozen_copy(norm: nn.Module) -> nn.Module:
-    """A copy of a norm, which is not trained."""
+    """Return a copy of a norm that is not trained."""
     bare = copy(norm)
-    # whoever listens to the backbone's norm must not be copied with it: a hook may lead to the whole network
+    # Hooks must not be copied: one may hold a reference to the whole network.
     bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
     return deepcopy(bare).requires_grad_(False)
 
 
 def draft_ids(net: Any) -> Tensor:
-    """The draft id of every vocabulary id, `(vocab_size,)` on the CPU; OUTSIDE where heads have none."""
+    """Return the draft id, or OUTSIDE, of every vocabulary id: `(vocab_size,)` on the CPU."""
     token_map, every = net.token_map, torch.arange(net.config.vocab_size)
     if token_map is None:
         return every
     ids = torch.full_like(every, OUTSIDE)
     ids[token_map.cpu()] = every[: len(token_map)]
     return ids
-
-
-def skeleton(config: HeadsConfig) -> Heads:
-    """Return such heads without their numbers: names and shapes that a state dict has to have."""
-    with torch.device("meta"):
-        table = torch.empty(config.vocab_size, config.hidden_size)
-        token_map = torch.zeros(config.draft_vocab, dtype=torch.long) if config.draft_vocab else None
-        return Heads(config, Backbone(nn.Identity(), table, table), token_map)

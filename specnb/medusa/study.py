@@ -1,128 +1,65 @@
-"""Do these heads work? Short trainings that a reader can watch, an ablation, and the record of notebook 05.
+"""Do these heads work? The experiment of notebook 05: gates, trees, speeds, short trainings.
 
-The trainings are short of what heads need by a factor of hundreds: they show how training goes, and in which order the
-variants of an ablation come, not what they can reach.
+The short trainings have hundreds of times fewer steps than heads need. They show how a training
+runs, and how the variants of an ablation compare, not what heads can reach.
 """
 
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, Self
 
+import numpy as np
 import pandas as pd
 import torch
 
 from specnb.decode.generate import generate
 from specnb.errors import InputError
-from specnb.io import file_digest
+from specnb.io import file_digest, plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.machine import Neighbours
+from specnb.measure.bench import FEWEST, Timed, interleaved, interval, tabulate_speeds
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
-from specnb.medusa import bench, data
-from specnb.medusa.accuracy import Reference
-from specnb.medusa.bench import HeadsBench, HeadsBenchParams
+from specnb.medusa import data
+from specnb.medusa.accuracy import Reference, accuracy_table
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Writing
-from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s
+from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.faults import Sound, vary_heads
+from specnb.medusa.gates import Checked, judge_gates
 from specnb.medusa.nets import Heads, backbone_of
 from specnb.medusa.train import HELD_OUT, Examples, Recipe, objective, time_step, train
+from specnb.medusa.tree import RANKS, TimedTree, TreePlan, fastest_tree
 from specnb.params import MedusaParams
+from specnb.prompts import Prompt, prompts
 from specnb.records import RunRecord
 
 REPEATS = 15
-"""Drafts behind a median."""
-
-
-def write_study_text(
-    params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent
-) -> pd.DataFrame:
-    """Have the target write `rows` rows of `row_tokens` to learn from, and as many held out; with their states.
-
-    One row: tokens of each split, how many are the target's own choice, seconds.
-    """
-    rows, length = params.rows, params.row_tokens
-    writing = Writing(length=length, batch_size=rows, longest_seed=length // 3, seed=params.seed)
-    started_s = perf_counter()
-    data.write_splits(target, folder, batches=dict.fromkeys(SPLITS, 1), writing=writing, progress=progress)
-    text = {split: data.read(folder, split) for split in SPLITS}
-    sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
-    sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
-    return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
-
-
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
-    """Train `heads` in place by the loop that trained the shipped ones, and return a row for each head.
-
-    `watch` follows it: `starts(run, steps, seconds_a_step)` and `step(run, step, loss, figures)`. Columns: run, head,
-    steps, told_s, took_s (seconds announced and taken), and held-out top1_before, top1, top5_before, top5.
-    """
-    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
-    with torch.no_grad():
-        _, before = objective(heads.float(), recipe, held_out.spread(HELD_OUT))
-    step_s = time_step(heads, recipe, objective, examples)
-    if watch:
-        watch.starts(run, recipe.steps, step_s)
-    started_s = perf_counter()
-    with TemporaryDirectory(prefix="specnb-heads-") as folder:
-        *_, after = train(
-            heads, recipe, text, Path(folder), save_every=recipe.steps,
-            on_step=lambda *step: watch and watch.step(run, *step),
-        )  # fmt: skip
-    return pd.DataFrame({
-        "run": run, "head": range(heads.config.n_heads), "steps": recipe.steps, "told_s": step_s * recipe.steps,
-        "took_s": perf_counter() - started_s, "top1_before": before["top1"], "top1": after["top1"],
-        "top5_before": before["top5"], "top5": after["top5"],
-    })  # fmt: skip
-
-
-VARIANTS = {
-    "shared lm_head": {},
-    "without the norm": {"norms": 0},
-    "Hydra": {"kind": "hydra"},
-    "private lm_heads": {"lm_head": "private"},
-    "shared, all tokens": {"all_tokens": True},
-    "private, all tokens": {"lm_head": "private", "all_tokens": True},
-}
-"""Changes by `vary_heads`. The first is what the others differ from in one thing. Without the norm the blocks are
-fed the state in front of the final norm as it is, which is what the Medusa note says it did."""
-NOT_TRAINED = "private, all tokens"
-"""Only costed: weights, gradients and optimizer of such matrices are 1.8 GB for four heads on SmolLM2-135M."""
-
-
-def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent) -> pd.DataFrame:
-    """Cost and train every variant of `sound` heads on their text; one row each.
-
-    Columns: variant, parameters, read_mb (of 10^6 bytes, in one draft of all heads, in the target's type), draft_ms
-    (median), and lists by head of held-out top1 and top5, None for what was only costed.
-    """
-    rows = []
-    for done, (variant, changes) in enumerate(VARIANTS.items()):
-        progress(done, len(VARIANTS), f"ablation: {variant}")
-        heads, shares = vary_heads(sound, **changes), dict.fromkeys(("top1", "top5"))
-        parameters, read_bytes = heads.cost()
-        draft_s = drafting_s(HeadsDrafter(target, heads), heads.config.n_heads, repeats=REPEATS)
-        if variant != NOT_TRAINED:
-            shares = practise(variant, heads, recipe, sound.text)[[*shares]].to_dict("list")
-        costs = {"parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s}
-        rows.append({"variant": variant} | costs | shares)
-    return pd.DataFrame(rows)
+"""Number of drafts in a median."""
+PLAIN, ALL = "plain", "all"
+PARTS = ("draft", "verify", "rewind", "other")
+"""The parts of a round's time."""
 
 
 class HeadsStudy(Experiment):
-    """The experiment with its two sets of heads by kind. `close` it in the end.
+    """The experiment, with a set of heads of each kind. `close` it at the end.
 
-    `timed` and `judged` are prompts, `text` is the folder of the text to practise on.
+    `timed` and `judged` are prompts; `text` is the folder of the text for short trainings.
     """
 
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
-        self.timed, self.judged = bench.chosen_prompts(params.categories, params.prompts_per_category, params.prompts)
+        chosen = choose_prompts(params.categories, params.prompts_per_category, params.prompts)
+        self.timed, self.judged = chosen
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target, self.backbone = self.opened(target), backbone_of(target)
-        self.loaded = {kind: loaded_heads(getattr(params, kind), kind, target) for kind in KINDS}
-        self.results = {}
-        self.text = Path(self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))) / "text"
+        self.loaded = {kind: load_kind(getattr(params, kind), kind, target) for kind in KINDS}
+        self.checked: dict[str, Checked] = {}
+        self.trees: dict[str, list[TimedTree]] = {}
+        folder = self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))
+        self.text = Path(folder) / "text"
 
     @property
     def sound(self) -> Sound:
@@ -140,58 +77,234 @@ class HeadsStudy(Experiment):
         return cls(params, load(params.target, backend="hf", dtype=params.dtype))
 
     def close(self) -> None:
-        """Free the target and remove the text."""
+        """Close the target and remove the text."""
         self._opened.close()
 
     def keep(self, name: str, *tables: pd.DataFrame) -> pd.DataFrame:
-        """Put a table into the record under `name`, and return it; of two, one for each kind, one with the kind."""
+        """Put a table into the record under `name`, and return it.
+
+        Two tables, one for each kind, become one with a column `kind`.
+        """
         table = tables[0]
         if len(tables) > 1:
-            table = pd.concat(dict(zip(KINDS, tables, strict=True)), names=["kind"]).reset_index("kind")
-        self.measured[name] = bench.rows_of(table)
+            tagged = dict(zip(KINDS, tables, strict=True))
+            table = pd.concat(tagged, names=["kind"]).reset_index("kind")
+        self.measured[name] = plain(table.to_dict(orient="records"), nan=None)
         return table.reset_index(drop=True)
 
-    def measure(self, kind: str, progress: Progress = silent) -> HeadsBench:
-        """Gates, tree and speed of the heads of a kind: `bench.measure`."""
-        settings = HeadsBenchParams(num_trials=1, max_new_tokens=self.params.max_new_tokens, seed=self.params.seed)
-        self.results[kind] = bench.measure(self.reference, *self.loaded[kind], self.timed, settings, progress)
-        return self.results[kind]
+    def judge(self, kind: str, progress: Progress = silent) -> Checked:
+        """Judge the gates on the heads of a kind."""
+        self.checked[kind] = judge_gates(self.reference, *self.loaded[kind], progress=progress)
+        return self.checked[kind]
+
+    def compare_trees(self, kind: str) -> pd.DataFrame:
+        """Return the expected speed-up of the fastest tree of each size, for heads that passed.
+
+        The accuracies are those on the judged prompts: on training text heads are right more often.
+        Columns: nodes, depth, tokens, seconds, speedup (over plain decoding in the same engine),
+        and low, high over prompts. Raises InputError if a gate failed.
+        """
+        checked = self.checked[kind]
+        if not checked.passed:
+            why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in checked.diagnoses)
+            raise InputError(f"the {kind} heads failed a gate: {why}")
+        scores = checked.evidence.scores
+        accuracy = accuracy_table(scores)["marginal"].to_numpy().reshape(-1, RANKS)
+        drafter = HeadsDrafter(self.target, self.loaded[kind][0])
+        self.trees[kind] = timed_trees(drafter, accuracy, self.reference.tree_costs)
+        by_prompt = [accuracy_table([of_prompt])[["hits", "n"]] for of_prompt in scores]
+        plain_s = self.trees[kind][0].seconds
+
+        def expect_tokens(plan: TreePlan, counts: np.ndarray) -> float:
+            hits, n = counts.sum(axis=0).T
+            return plan.tokens((hits / n.clip(1)).reshape(-1, RANKS))
+
+        rows = {}  # several sizes may have the same tree
+        for plan, tokens, seconds in self.trees[kind]:
+            gains = plain_s / seconds * np.array(interval(by_prompt, partial(expect_tokens, plan)))
+            rows[len(plan)] = (len(plan), plan.depth, tokens, seconds, *gains)
+        columns = ["nodes", "depth", "tokens", "seconds", "speedup", "low", "high"]
+        return pd.DataFrame(rows.values(), columns=columns)
+
+    def fastest(self, kind: str) -> TimedTree:
+        """Return the tree with the most expected tokens per second, of one node or more."""
+        return fastest_tree(self.trees[kind][1:])
+
+    def time(self, kind: str, progress: Progress = silent) -> pd.DataFrame:
+        """Time the heads with their fastest tree against plain decoding, interleaved.
+
+        Columns: those of `tabulate_by_category`, with speed-ups over the baseline;
+        speedup_same_engine, over plain decoding of the target as it was opened; expected_tau,
+        expected_speedup; tau_needed, from which drafting pays; busy.
+        """
+        best = self.fastest(kind)
+        drafter = HeadsDrafter(self.target, self.loaded[kind][0], best.plan)
+        decode = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, strict=True)
+        methods = {PLAIN: decode, kind: partial(decode, drafter=drafter, k=len(best.plan))}
+        neighbours = Neighbours()
+        runs = [*interleaved(methods, self.timed, progress=progress)]
+        busy = neighbours.during(self.target.caps, [run.generation for run in runs]).busy
+        baseline = self.reference.baseline
+        speedup = best.tokens_per_s / self.trees[kind][0].tokens_per_s
+        speeds = tabulate_by_category(runs, [prompt.category for prompt in self.timed], kind)
+        return baseline.over(speeds).assign(
+            expected_tau=best.tokens,
+            tau_needed=best.tokens / speedup / baseline.share,
+            expected_speedup=speedup,
+            busy=busy,
+        )
 
     def compare_texts(self) -> pd.DataFrame:
-        """Decode timed prompts in float32, where rounding changes no text: plainly, with chains and chosen trees.
+        """Decode timed prompts in float32, where rounding changes no text: plain, chains and trees.
 
-        One row for each kind and shape: prompts, and texts that `differ` from the plain ones.
+        One row per kind and shape: prompts, and the number of texts that `differ` from plain ones.
         """
-        p, n, target, loaded, rows = self.params, self.params.prompts_per_category, self.target, self.loaded, []
-        prompts = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
+        p, target, loaded = self.params, self.target, self.loaded
+        n = p.prompts_per_category
+        chosen = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
         if target.caps.dtype != "float32":
             target = self.opened(load(p.target, backend="hf", dtype="float32"))
-            loaded = {kind: loaded_heads(getattr(p, kind), kind, target) for kind in KINDS}
+            loaded = {kind: load_kind(getattr(p, kind), kind, target) for kind in KINDS}
         decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
-        expected = [decode(prompt) for prompt in prompts]
-        for kind, result in self.results.items():
-            heads, tree = loaded[kind][0], result.drafting.plan
-            for shape, plan in ({CHAIN: None, "tree": tree} if tree else {CHAIN: None}).items():
-                drafter = HeadsDrafter(target, heads, plan)
+        expected = [decode(prompt) for prompt in chosen]
+        rows = []
+        for kind in self.trees:
+            for shape, plan in {CHAIN: None, "tree": self.fastest(kind).plan}.items():
+                drafter = HeadsDrafter(target, loaded[kind][0], plan)
                 drafted = partial(decode, drafter=drafter, k=drafter.tree_nodes or drafter.n_heads)
                 differ = sum(drafted(g.prompt_ids).token_ids != g.token_ids for g in expected)
                 rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
         return self.keep("identity", pd.DataFrame(rows))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
-        """The record of what has been measured so far; the same run id at any time."""
+        """Return the record of the measurements so far; its run id is always the same."""
         self.models = models_of(self.target, []) + [
-            {"role": "drafter", "id": getattr(self.params, kind), "sha256": file_digest(report.path)}
+            {
+                "role": "drafter",
+                "id": getattr(self.params, kind),
+                "sha256": file_digest(report.path),
+            }
             for kind, (_, report) in self.loaded.items()
         ]
-        chains = [chain for result in self.results.values() for chain in result.checked.evidence.chains]
+        chains = [chain for checked in self.checked.values() for chain in checked.evidence.chains]
         self.generations = [*chains, *(self.reference.plain if chains else ())]
         return super().record(error)
 
 
-def loaded_heads(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
-    """Trained heads of that kind. Raises InputError for another kind, and what the loader raises."""
+def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
+    """Return the prompts to time, the first of each category, and those to judge, the last.
+
+    At least FEWEST are judged. Raises InputError if a category has too few for both.
+    """
+    by_category = {category: prompts(category, source=source) for category in categories}
+    judged = -(-FEWEST // len(by_category))
+    for category, of in by_category.items():
+        if timed + judged > len(of):
+            few = f"{category} has {len(of)} prompts, of which {judged} are judged"
+            raise InputError(f"{few}: got {timed} to time, expected at most {max(0, len(of) - judged)}")
+    first = [prompt for of in by_category.values() for prompt in of[:timed]]
+    return first, [prompt for of in by_category.values() for prompt in of[-judged:]]
+
+
+def load_kind(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
+    """Load trained heads. Raises InputError for heads of another kind, and what the loader raises."""
     heads, report = load_trained_heads(name_or_path, backbone_of(target))
     if heads.config.kind != kind:
-        raise InputError(f"{name_or_path!r} are {heads.config.kind} heads, given as {kind}: give each its own")
+        raise InputError(f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads")
     return heads, report
+
+
+def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
+    """Tabulate the speeds of the method `name`: one row per category, and one of all.
+
+    `categories` has that of each prompt. Columns: category, those of
+    `measure.bench.tabulate_speeds`, plain_tokens_per_s, and the share of each of PARTS.
+    """
+    rows = []
+    for category in (*dict.fromkeys(categories), ALL):
+        of = [run for run in runs if category in (ALL, categories[run.prompt])]
+        speeds = tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
+        rounds = [r for run in of if run.method == name for r in run.generation.rounds]
+        seconds = {part: sum(getattr(r, f"{part}_s") for r in rounds) for part in PARTS}
+        shares = {f"{part}_share": s / sum(seconds.values()) for part, s in seconds.items()}
+        plain_rate = {"plain_tokens_per_s": speeds[PLAIN]["tokens_per_s"]}
+        rows.append({"category": category} | speeds[name] | plain_rate | shares)
+    return pd.DataFrame(rows)
+
+
+def write_study_text(
+    params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent
+) -> pd.DataFrame:
+    """Generate `rows` rows of `row_tokens` for training, and as many held out, with their states.
+
+    One row: tokens of each split, how many of them the target generated, seconds.
+    """
+    rows, length = params.rows, params.row_tokens
+    writing = Writing(length=length, batch_size=rows, longest_seed=length // 3, seed=params.seed)
+    started_s = perf_counter()
+    batches = dict.fromkeys(SPLITS, 1)
+    data.write_splits(target, folder, batches=batches, writing=writing, progress=progress)
+    text = {split: data.read(folder, split) for split in SPLITS}
+    sizes = {f"{split}_tokens": part.tokens.size for split, part in text.items()}
+    sizes |= {f"{split}_own": part.n_own for split, part in text.items()}
+    return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
+
+
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
+    """Train `heads` in place by the loop that trained the shipped ones; return one row per head.
+
+    `watch` is called during the training: `starts(run, steps, seconds_a_step)` and
+    `step(run, step, loss, figures)`. Columns: run, head, steps, told_s (estimated seconds), took_s,
+    and held-out top1_before, top1, top5_before, top5.
+    """
+    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
+    with torch.no_grad():
+        _, before = objective(heads.float(), recipe, held_out.spread(HELD_OUT))
+    step_s = time_step(heads, recipe, objective, examples)
+    if watch:
+        watch.starts(run, recipe.steps, step_s)
+    options = {"on_step": partial(watch.step, run)} if watch else {}
+    started_s = perf_counter()
+    with TemporaryDirectory(prefix="specnb-heads-") as folder:
+        log = train(heads, recipe, text, Path(folder), save_every=recipe.steps, **options)
+    shares = {"top1_before": before["top1"], "top1": log[-1]["top1"]}
+    shares |= {"top5_before": before["top5"], "top5": log[-1]["top5"]}
+    times = {"told_s": step_s * recipe.steps, "took_s": perf_counter() - started_s}
+    head = range(heads.config.n_heads)
+    return pd.DataFrame({"run": run, "head": head, "steps": recipe.steps} | times | shares)
+
+
+VARIANTS = {
+    "shared lm_head": {},
+    "without the norm": {"norms": 0},
+    "Hydra": {"kind": "hydra"},
+    "private lm_heads": {"lm_head": "private"},
+    "shared, all tokens": {"all_tokens": True},
+    "private, all tokens": {"lm_head": "private", "all_tokens": True},
+}
+"""Changes by `vary_heads`. The others differ from the first in one part.
+
+Without the norm, the blocks take the state before the final norm, as the Medusa note reports.
+"""
+NOT_TRAINED = "private, all tokens"
+"""Its cost alone is measured: training four heads on SmolLM2-135M would take 1.8 GB."""
+
+
+def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent) -> pd.DataFrame:
+    """Measure the cost of every variant of the heads, and train it on their text; one row each.
+
+    Columns: variant, parameters, read_mb (10^6 bytes read to draft with all heads), draft_ms
+    (median), and held-out top1 and top5 as lists by head, None for NOT_TRAINED.
+    """
+    rows = []
+    for done, (variant, changes) in enumerate(VARIANTS.items()):
+        progress(done, len(VARIANTS), f"ablation: {variant}")
+        heads = vary_heads(sound, **changes)
+        shares = dict.fromkeys(("top1", "top5"))
+        parameters, read_bytes = heads.cost()
+        draft_s = drafting_s(HeadsDrafter(target, heads), heads.config.n_heads, repeats=REPEATS)
+        if variant != NOT_TRAINED:
+            shares = practise(variant, heads, recipe, sound.text)[[*shares]].to_dict("list")
+        costs = {"parameters": parameters, "read_mb": read_bytes / 1e6, "draft_ms": 1e3 * draft_s}
+        rows.append({"variant": variant} | costs | shares)
+    return pd.DataFrame(rows)

@@ -1,11 +1,12 @@
-"""Static trees of guesses, whatever the tokens turn out to be, and how many nodes are the fastest.
+"""Static trees of drafts, and how many nodes are the fastest.
 
-A plan is a static tree over ranks of the heads ("the two best tokens of the first head; after the better of them the
-best one of the second head": Cai et al. 2401.10774, section 2.3.3). More nodes always promise more tokens, so the size
-is chosen by tokens a second, from measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
+A plan is a static tree over the ranks of the heads, such as "the two best tokens of the first head,
+and after the better one the best token of the second head" (Cai et al. 2401.10774, section 2.3.3).
+More nodes always have more expected tokens, so the size is chosen by tokens per second, from
+measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -21,7 +22,7 @@ from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.cost import CONTEXT, CostCurve, verify_curve, widths_of
 
 RANKS = 10
-"""Best tokens of a head whose accuracies are kept: as many children as a tree's node may have."""
+"""Number of a head's best tokens with a measured accuracy: the most children of a node."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
 PUBLISHED = np.diff(read_toml(Path(__file__).with_name("published.toml"))["cumulative"], axis=1, prepend=0.0)
@@ -30,21 +31,21 @@ PUBLISHED = np.diff(read_toml(Path(__file__).with_name("published.toml"))["cumul
 
 @dataclass(frozen=True)
 class TreePlan(Tree):
-    """A tree whose node i is the token of rank `ranks[i]` (0 is the best) of the head of its depth.
+    """A tree whose node i is the token of rank `ranks[i]` (0 is the best) of the head at its depth.
 
-    -1 as a parent is the newest token, which the first head follows. No two nodes of a parent have the same rank.
+    The parent -1 is the newest token. No two children of a node have the same rank.
     """
 
     ranks: tuple[int, ...]
 
     @classmethod
     def chain(cls, length: int) -> "TreePlan":
-        """The best token of each of the first `length` heads, one after the other."""
+        """Return the plan of the best token of each of the first `length` heads."""
         return cls(Tree.chain(length).parents, (0,) * length)
 
     @property
     def depth(self) -> int:
-        """Heads that are needed: tokens on the longest path."""
+        """Number of heads that the plan needs: the tokens on its longest path."""
         return max(self.depths, default=-1) + 1
 
     @cached_property
@@ -54,10 +55,11 @@ class TreePlan(Tree):
         return tuple(tuple(n for n in nodes if self.depths[n] == depth) for depth in range(self.depth))
 
     def tokens(self, accuracy: np.ndarray) -> float:
-        """Tokens a round, the extra one included, that heads of marginal `accuracy (heads, ranks)` give.
+        """Return the expected tokens per round for heads of marginal `accuracy (heads, ranks)`.
 
-        A node is worth the product along its path, as if heads were right independently of each other (Medusa,
-        2401.10774, section 2.3.3); a round commits 1 + the sum over the nodes.
+        A node is accepted with the product of the accuracies along its path, as if heads were right
+        independently of each other (Medusa, 2401.10774, section 2.3.3). A round commits one token
+        more than it accepts.
         """
         reached = []
         for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
@@ -65,17 +67,18 @@ class TreePlan(Tree):
         return 1 + sum(reached)
 
     def first(self, n: int) -> "TreePlan":
-        """The plan of the first `n` nodes; of a plan of `grow`, the best one of that size."""
+        """Return the plan of the first `n` nodes; of a plan of `grow`, the best of that size."""
         return self if n >= len(self) else TreePlan(self.parents[:n], self.ranks[:n])
 
 
 def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
-    """Return the plan of `n_nodes` with the most tokens a round for heads of marginal `accuracy (heads, ranks)`.
+    """Return the plan of `n_nodes` with the most expected tokens for `accuracy (heads, ranks)`.
 
-    Each step adds the node of most worth whose parent is there: no other tree of the size has more tokens, and every
-    beginning of the plan is the best of its size. Nodes of no worth are left out.
+    Each step adds the most probable node whose parent is in the tree. No other tree of that size
+    has more expected tokens, and each prefix of the plan is the best tree of its size. Nodes of
+    probability 0 are left out, so the plan may be smaller.
     """
-    orders = np.argsort(-accuracy, axis=1, kind="stable")  # a table is measured: a rank may beat the one before it
+    orders = np.argsort(-accuracy, axis=1, kind="stable")  # measured accuracies need not fall with the rank
     parents, ranks, waiting = [], [], []
 
     def offer(parent: int, depth: int, place: int, above: float) -> None:
@@ -95,7 +98,7 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
 
 
 class TimedTree(NamedTuple):
-    """A plan, the tokens a round is expected to commit with it, and what the round takes; no nodes: plain decoding."""
+    """A plan with the expected tokens and the seconds of a round; without nodes, plain decoding."""
 
     plan: TreePlan
     tokens: float
@@ -106,37 +109,20 @@ class TimedTree(NamedTuple):
         return self.tokens / self.seconds
 
 
-def candidates(
-    accuracy: np.ndarray, round_s: Callable[[TreePlan], float], sizes: Iterable[int]
-) -> list[TimedTree]:  # fmt: skip
-    """Return the trees for heads of marginal `accuracy (heads, ranks)`, by size: of each the fastest.
-
-    `round_s(plan)` are the seconds of a round, drafting included: Hydra drafts level by level, so that a shallower tree
-    may win. Plain decoding, which is the plan without nodes, is the first.
-    """
-    plain = TreePlan((), ())
-    trees = [TimedTree(plain, 1.0, round_s(plain))]
-    for size in sizes:
-        grown = (grow(accuracy[:depth], size) for depth in range(1, len(accuracy) + 1))
-        timed = [TimedTree(plan, plan.tokens(accuracy), round_s(plan)) for plan in grown if len(plan)]
-        trees += [fastest_tree(timed)] if timed else []
-    return trees
-
-
 def fastest_tree(trees: Iterable[TimedTree]) -> TimedTree:
-    """Return the tree of most tokens a second."""
+    """Return the tree with the most tokens per second."""
     return max(trees, key=lambda candidate: candidate.tokens_per_s)
 
 
 def tree_curve(target: TreeModel) -> CostCurve:
-    """T(n) of forwards of whole trees: a root, the newest token, and n - 1 guesses after it; T(1) is the plain step.
+    """Return T(n) of forward passes over trees of n nodes; T(1) is a plain step.
 
-    What a forward takes depends on the number of nodes, not on their tree. Widths that do not fit the target are left
-    out.
+    The root is the newest token. The time depends on the number of nodes, not on the tree's shape.
+    Widths that the target has no room for are left out.
     """
 
     def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        if n_logits is not None or len(ids) == 1:  # the context, and the plain step
+        if n_logits is not None or len(ids) == 1:  # the context and the plain step
             return target.forward(ids, n_logits)
         return target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
 

@@ -11,10 +11,10 @@ from specnb.book import claims
 from specnb.book import medusa as figures
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.medusa import bench, checkpoint, study
-from specnb.medusa.bench import HeadsBench
-from specnb.medusa.study import VARIANTS, loaded_heads
-from specnb.prompts import Prompt
+from specnb.measure.bench import Timed
+from specnb.medusa import checkpoint, study
+from specnb.medusa.study import PARTS, VARIANTS, choose_prompts, load_kind, tabulate_by_category
+from specnb.prompts import CATEGORIES, Prompt
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
 
@@ -55,7 +55,7 @@ def notebook(folders, tmp_path_factory):
         patch.setattr("specnb.decode.generate.prompt_ids", known)
         patch.setattr(study, "load", lambda _name, **_options: periodic.backbone_model())
         patch.setattr(study, "write_study_text", write_text)
-        patch.setattr(bench, "chosen_prompts", lambda *_: (found[:6], found[-6:]))
+        patch.setattr(study, "choose_prompts", lambda *_: (found[:6], found[-6:]))
         patch.setattr("specnb.publish", lambda figure, name, _record, table: pictures.update({name: (figure, table)}))
         patch.setenv("SPECNB_RESULTS", str(tmp_path_factory.mktemp("results")))
         for cell in cells[PARAMETERS + 1 :]:
@@ -80,7 +80,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert too_few["failed"] == "acceptance" and too_few["diagnoses"].startswith("undertrained: ")
     assert notebook.checked.failed == ["loader", "acceptance"]
     assert notebook.gate_table["passed"].all() and set(notebook.gate_table["kind"]) == {"medusa", "hydra"}
-    assert (notebook.died.lr == 0).any() and notebook.died.step[-1] == 18
+    assert (notebook.died.lr == 0).any() and notebook.died.step.iloc[-1] == 18
     assert notebook.planted["18 living steps"][1].log[-1]["lr"] > 0
     values = claims.values_of(notebook.record)
     assert values["lost"].value == pytest.approx(values["alive"].value - values["died"].value)
@@ -92,7 +92,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
 def test_a_short_training_begins_where_its_heads_are(notebook):
     resumed, scratch = notebook.resumed, notebook.scratch
     assert (resumed["steps"] == 12).all() and resumed["top1_before"].min() > 0.9 and scratch["top1_before"].max() == 0
-    again, _ = loaded_heads(notebook.params.medusa, "medusa", periodic.backbone_model())
+    again, _ = load_kind(notebook.params.medusa, "medusa", periodic.backbone_model())
     assert all(torch.equal(a, b) for a, b in zip(notebook.heads.parameters(), again.parameters(), strict=True))
     assert len(notebook.view.history) == 2 * 12 * 3
 
@@ -116,7 +116,11 @@ def test_an_ablation_costs_what_a_hand_counts_and_trains_all_but_one(notebook):
 
 def test_perfect_heads_are_kept_and_their_texts_are_plain(notebook):
     assert (notebook.speeds["identical"] == notebook.speeds["n_prompts"]).all()
-    assert (notebook.speeds["alpha_1"] > 0.9).all() and (notebook.speeds["speedup"] > 0).all()
+    assert (notebook.speeds["tau"] > 1.5).all()
+    baseline = notebook.study.reference.baseline
+    same_engine = notebook.speeds["speedup_same_engine"]
+    assert notebook.speeds["speedup"].tolist() == pytest.approx((baseline.share * same_engine).tolist())
+    assert notebook.speeds[[f"{part}_share" for part in PARTS]].sum(axis=1).to_numpy() == pytest.approx(1)
     assert set(notebook.speeds["category"]) == {"code", "prose", "all"}
     assert (notebook.identity["differ"] == 0).all()
     assert set(zip(notebook.identity["kind"], notebook.identity["shape"], strict=True)) == {
@@ -133,17 +137,45 @@ def test_the_record_holds_every_section_and_was_saved(notebook):
     heads = [model for model in record.provenance["models"] if model["role"] == "drafter"]
     assert len({model["sha256"] for model in heads}) == 2 and all(len(model["sha256"]) == 64 for model in heads)
     tables = record.measurements
-    assert all(row["accuracy"] > 0.9 for row in tables["accuracy"]) and len(tables["accuracy"]) == 2 * 3 * 2
+    assert all(row["accuracy"] > 0.9 for row in tables["accuracy"]) and len(tables["accuracy"]) == 2 * 3
     assert min(row["alpha"] for row in tables["served"] if row["tested"]) > 0.8
     assert {row["nodes"] for row in tables["trees"]} >= {0, 1}
     assert len(record.generations) == 3 * 6 and record.status == "completed"
 
 
 def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebook, folders):
-    with pytest.raises(InputError, match="are hydra heads, given as medusa"):
-        loaded_heads(str(folders / "hydra"), "medusa", periodic.backbone_model())
-    with pytest.raises(InputError, match="never loaded"):
-        HeadsBench("", notebook.checked).required_speeds()
+    with pytest.raises(InputError, match="got hydra heads"):
+        load_kind(str(folders / "hydra"), "medusa", periodic.backbone_model())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(notebook.study.checked, "medusa", notebook.checked)
+        with pytest.raises(InputError, match="never loaded"):
+            notebook.study.compare_trees("medusa")
+
+
+def test_prompts_that_are_timed_and_judged_never_overlap():
+    """A category has 14: one alone is judged on 5 of them, each of six on 1."""
+    for categories, most in ((("code",), 9), (("code", "prose"), 11), (CATEGORIES, 13)):
+        timed, judged = choose_prompts(categories, most)
+        assert len(timed) == most * len(categories) and not {p.id for p in timed} & {p.id for p in judged}
+        with pytest.raises(InputError, match=f"code has 14 prompts.*at most {most}"):
+            choose_prompts(categories, most + 1)
+
+
+def runs(accepted_by_prompt):
+    for prompt, accepted in enumerate(accepted_by_prompt):
+        drafted = periodic.text_of([(2 if accepted else 1, accepted, accepted + 1)] * 5, second=0.1)
+        tokens = drafted.token_ids
+        alone = periodic.text_of([(0, 0, 1)] * len(tokens))
+        yield Timed("plain", prompt, 0, len(tokens), 2.0, tokens, alone)
+        yield Timed("medusa", prompt, 0, len(tokens), 1.0, tokens, drafted)
+
+
+def test_speeds_by_category_by_hand():
+    table = tabulate_by_category([*runs([1, 0, 1])], ["code", "json", "code"], "medusa")
+    table = table.set_index("category")
+    assert table["tau"].to_dict() == {"code": 2, "json": 1, "all": 25 / 15}
+    assert (table["speedup"] == 2).all() and table["low"].isna().all()
+    assert table["draft_share"].tolist() == pytest.approx([0.25] * 3)
 
 
 # --- figures --------------------------------------------------------------------------------------------------------

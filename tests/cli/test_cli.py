@@ -378,11 +378,14 @@ def test_another_engines_log_is_answered_for_a_machine(specnb):
     is_mistake(specnb("results", "--from", "data/logs/llama.json"), "totals")
 
 
-def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb):
+def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb, idle):
     for words in ("generat", "generate --targett x", "models --get", "generate x --max-new-tokens 0"):
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
+    is_mistake(specnb("bench", "medusa", "--tree", "auto"), "bench draft TARGET medusa")
+    words = ("bench", "draft", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
+    is_mistake(specnb(*words), "heads_checkpoint")
 
 
 @pytest.mark.model

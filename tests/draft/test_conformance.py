@@ -15,7 +15,7 @@ from specnb.draft.translate import TokenIntersection
 from specnb.registry import DRAFTERS, resolve
 from tests.laws.vocabularies import model
 
-NEEDS_A_MODEL = {"auto", "self", "exit", "skip", "jump", "eagle", "medusa", "hydra", "redrafter"}
+NEEDS_A_MODEL = {"auto", "self", "exit", "skip", "jump", "eagle", "medusa", "hydra"}
 """Registered drafters that no toy target can have; their own tests hold them to the same laws."""
 PIECES = (b"a", b"b", b"ab", b"c", b"ba")
 LETTERS = (b"b", b"a", b"x")

@@ -51,11 +51,11 @@ def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def trained(
-    target: HfModel, token_map: torch.Tensor | None = None, *, norms=1, shift=0, steps=400, lr=0.02, **changed: object
+    target: HfModel, token_map: torch.Tensor | None = None, *, norms=1, steps=400, lr=0.02, **changed: object
 ) -> tuple[Heads, list[dict]]:
-    """Heads that say what comes; `norms` final norms in front of their blocks, labels `shift` places further.
+    """Return heads trained on states normed `norms` times, and the log of their training.
 
-    And the log of their training, a line each ten steps.
+    The log has a line every ten steps.
     """
     heads, net = new_heads(target, token_map, **changed), target.network
     with torch.no_grad():
@@ -69,7 +69,7 @@ def trained(
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate = lr * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         losses = [
-            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i + shift)])
+            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i)])
             for i in range(heads.config.n_heads)
         ]
         optimizer.zero_grad()

@@ -7,7 +7,7 @@ import torch
 from specnb.decode.generate import generate
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_table, compare_rounds, score, trace
+from specnb.medusa.accuracy import NO_LABEL, Scores, accuracy_table, compare_rounds, score, states_along
 from specnb.medusa.drafter import HeadsDrafter
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
@@ -22,21 +22,21 @@ def greedy(target, prompt, **options):
 @pytest.mark.parametrize("n", [1, 2, 31, 40])
 def test_states_are_those_of_the_last_rows_and_give_the_logits(tiny, n):
     ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, 45)]
-    seen, net = accuracy.states(tiny, ids, n), tiny.network
+    found, net = accuracy.states_of(tiny, ids, n), tiny.network
     with torch.inference_mode():
         wide = net(input_ids=torch.tensor([ids]), output_hidden_states=True)
-        torch.testing.assert_close(seen.post_norm, wide.hidden_states[-1][0, -n:], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(net.model.norm(seen.pre_norm), seen.post_norm, atol=1e-6, rtol=1e-6)
-    np.testing.assert_allclose(seen.logits, wide.logits[0, -n:].numpy(), atol=1e-3)
+        torch.testing.assert_close(found.post_norm, wide.hidden_states[-1][0, -n:], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(net.model.norm(found.pre_norm), found.post_norm, atol=1e-6, rtol=1e-6)
+    np.testing.assert_allclose(found.logits, wide.logits[0, -n:].numpy(), atol=1e-3)
     hooks = len(net.model.norm._forward_hooks)
     with pytest.raises(InputError, match="outside the vocabulary"):
-        accuracy.states(tiny, [3, VOCAB], 1)
+        accuracy.states_of(tiny, [3, VOCAB], 1)
     assert len(net.model.norm._forward_hooks) == hooks and tiny.n_past == 0
 
 
 def test_a_token_that_the_draft_vocabulary_lacks_is_a_miss(tiny):
     heads = periodic.random_heads(tiny, LAST)
-    text = trace(tiny, greedy(tiny, [3, 4, 5]))
+    text = states_along(tiny, greedy(tiny, [3, 4, 5]))
     scores = score(heads, text)
     for head in range(3):
         missing = text.ids[1 + head :].numpy() < VOCAB - len(LAST)
@@ -57,7 +57,7 @@ def test_served_counts_by_hand():
 def test_tables_by_hand():
     """Four positions of two heads; the second head has no label at the last one."""
     rank = np.array([[0, 0], [1, 0], [0, 2], [0, NO_LABEL]])
-    table = accuracy_table([Scores(rank, np.zeros_like(rank), np.ones(rank.shape))])
+    table = accuracy_table([Scores(rank, np.zeros_like(rank))])
     marginal = table["marginal"].to_numpy().reshape(2, -1)
     np.testing.assert_allclose(marginal[:, :3], [[3 / 4, 1 / 4, 0], [2 / 3, 0, 1 / 3]])
     assert table[table["head"] == 1]["cumulative"].tolist()[:3] == pytest.approx([2 / 3, 2 / 3, 1])
@@ -73,8 +73,8 @@ def test_every_round_accepts_exactly_what_the_heads_are_offline_right_about(tiny
     prompt = [3 + seed % 50, 7, 3 + seed % 7]
     plain, chain = greedy(tiny, prompt), greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
     assert plain.token_ids == chain.token_ids
-    compared = compare_rounds(chain, score(heads, trace(tiny, plain)), accuracy.near_tie(tiny, heads))
-    assert compared.apart == 0 and compared.rounds == sum(r.k > 0 for r in chain.rounds)
+    rounds, differ = compare_rounds(chain, score(heads, states_along(tiny, plain)))
+    assert differ == 0 and rounds == sum(r.k > 0 for r in chain.rounds)
 
 
 @pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])

@@ -12,13 +12,16 @@ from specnb.draft.load import check_drafter, load_drafter
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
+from specnb.measure import bench
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk_recording
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.tree import PUBLISHED, TreePlan, fastest_tree, grow, tree_curve
+from specnb.prompts import Prompt
 from tests.laws.test_controllers import CONTROLLERS
+from tests.medusa import periodic
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, torch_model
 
@@ -57,7 +60,7 @@ def proposals(target, drafting, **settings):
 
 @pytest.mark.parametrize(("kind", "contract", "token_map"), [
     ("medusa", "pre_norm", None), ("medusa", "post_norm", ODD), ("hydra", "pre_norm", ODD),
-    ("hydra", "post_norm", None), ("redrafter", "post_norm", ODD),
+    ("hydra", "post_norm", None),
 ])  # fmt: skip
 @SHAPES
 def test_drafts_are_what_the_heads_say_of_the_last_computed_token(tiny, kind, contract, token_map, plan):
@@ -181,10 +184,23 @@ def test_the_costs_of_trees_are_measured_with_trees_and_choose_among_them(tiny, 
         assert len(best) == drafting.tree_nodes == nodes and (drafting.step_s() > 0) == bool(nodes)
 
 
+def test_the_benchmark_of_pairs_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
+    ids = periodic.prompts(2)
+    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
+    chosen = [Prompt(id=f"p{i}", category="code", text=str(i)) for i in range(2)]
+    folder = checkpoint.save_heads(fitted["hydra"], tmp_path / "heads", dtype="float32")
+    options = {"ks": [1, 2], "max_new_tokens": 14, "heads_checkpoint": str(folder)}
+    result = bench.bench_pair(circles, "medusa", chosen, **options)
+    assert result.drafter == "hydra" and (result.table["identical"] == 2).all()
+    assert result.table["acceptance_rate"][1] > 0.9
+    with pytest.raises(InputError, match="got lookup"):
+        bench.bench_pair(circles, "lookup", chosen, **options)
+
+
 # --- one recording answers for every K ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "redrafter"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("token_map", [None, ODD])
 @pytest.mark.parametrize("n", [1, 2, 3, 40, 90])
 def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):

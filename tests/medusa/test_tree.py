@@ -1,13 +1,15 @@
 """Trees chosen from accuracies and costs: the best of each size against brute force, and the size that pays."""
 
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, candidates, fastest_tree, grow
+from specnb.medusa import drafter
+from specnb.medusa.tree import PUBLISHED, SIZES, TreePlan, fastest_tree, grow
 
 
 def worth_of(paths, table):
@@ -51,26 +53,36 @@ def test_nodes_of_no_worth_are_left_out():
     assert plan == TreePlan.chain(2) and plan.tokens(table) == pytest.approx(1.7)
 
 
-def chosen(seconds, draft_s=lambda _plan: 0.0, *, sizes=SIZES):
-    """The fastest tree for the published accuracies, and its speed-up over plain decoding."""
-    trees = candidates(PUBLISHED, lambda plan: seconds(len(plan) + 1) + draft_s(plan), sizes)
-    return fastest_tree(trees), fastest_tree(trees).tokens_per_s / trees[0].tokens_per_s
+@pytest.fixture
+def chosen(monkeypatch):
+    """Return the fastest tree for the published accuracies, and its speed-up over plain decoding."""
+
+    def choose(seconds, draft_s=lambda _plan: 0.0, *, sizes=SIZES):
+        plans = []
+        caps = SimpleNamespace(max_width=512, n_ctx=1024)
+        stub = SimpleNamespace(target=SimpleNamespace(caps=caps), take_plan=plans.append)
+        monkeypatch.setattr(drafter, "SIZES", sizes)
+        monkeypatch.setattr(drafter, "drafting_s", lambda *_: draft_s(plans[-1]))
+        trees = drafter.timed_trees(stub, PUBLISHED, SimpleNamespace(seconds=seconds))
+        best = fastest_tree(trees)
+        return best, best.tokens_per_s / trees[0].tokens_per_s
+
+    return choose
 
 
-def test_the_size_follows_what_a_wider_forward_takes():
+def test_the_size_follows_the_cost_of_wider_passes(chosen):
     free, gain = chosen(lambda n: 1.0, sizes=(1, 4, 16, 63))
     assert len(free.plan) == 63 and gain == pytest.approx(2.385, abs=1e-3)
     steep, gain = chosen(lambda n: 1.0 + 0.02 * (n - 1), sizes=range(1, 64))
     by_hand = [grow(PUBLISHED, n).tokens(PUBLISHED) / (1 + 0.02 * n) for n in range(64)]
     assert len(steep.plan) == int(np.argmax(by_hand)) and gain == pytest.approx(max(by_hand))
-    # as long as its tokens: nothing is drafted
+    # passes that cost as much as their tokens one by one: nothing is drafted
     plain, gain = chosen(lambda n: 0.01 * n)
     assert not len(plain.plan) and plain.tokens_per_s == pytest.approx(100.0) and gain == 1
 
 
-def test_drafting_costs_time_and_may_cost_depth():
-    """Heads that are run level by level: each costs half a plain step, and only the first is worth that."""
-    deep, _ = chosen(lambda n: 1.0, lambda plan: 0.3 * plan.depth, sizes=(63,))
-    by_hand = {d: grow(PUBLISHED[:d], 63).tokens(PUBLISHED) / (1 + 0.3 * d) for d in range(1, 6)}
-    assert deep.plan.depth == max(by_hand, key=by_hand.get) < 4
-    assert deep.tokens_per_s == pytest.approx(max(by_hand.values()))
+def test_levels_that_cost_time_to_draft_make_the_tree_shallower(chosen):
+    deep, _ = chosen(lambda n: 1.0, lambda plan: 0.3 * plan.depth)
+    plans = [grow(PUBLISHED, n) for n in SIZES]
+    best = max(plans, key=lambda plan: plan.tokens(PUBLISHED) / (1 + 0.3 * plan.depth))
+    assert deep.plan == best and best.depth < grow(PUBLISHED, 63).depth
