@@ -45,7 +45,7 @@ class Command(TyperCommand):
     def parse_args(self, ctx, args):
         if "--help-all" in args:
             for parameter in self.params:
-                parameter.hidden = False
+                parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
             args = ["--help"]
         return super().parse_args(ctx, args)
 
