@@ -14,7 +14,8 @@ import pandas as pd
 import torch
 
 from specnb.book.claims import report
-from specnb.book.rollback import mebibytes
+from specnb.chapters import state_memory
+from specnb.chapters.rollback import mebibytes
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
@@ -26,7 +27,6 @@ from specnb.measure.bench import interval, rate
 from specnb.measure.cost import NAMED, Cost
 from specnb.medusa.tree import PUBLISHED
 from specnb.prompts import prompts
-from specnb.ssm import memory
 
 FOLDER = Path(__file__).parent
 BENCHMARKS = FOLDER.parent / "tests" / "benchmarks"
@@ -110,8 +110,8 @@ def derive_sizes() -> dict[str, Any]:
 
 def derive_hybrid() -> dict[str, Any]:
     """Return the shape of Qwen3-Next by its configuration, whether it is the report's, and the sizes of its states."""
-    sizes = mebibytes(memory.of_models(memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
-    config = memory.find_config("qwen3-next")
+    sizes = mebibytes(state_memory.of_models(state_memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
+    config = state_memory.find_config("qwen3-next")
     shape = {
         "linear": config.layer_types.count("linear_attention"),
         "layers": config.num_hidden_layers,

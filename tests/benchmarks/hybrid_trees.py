@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from specnb import generate, load
+from specnb.chapters.rollback import passages
 from specnb.decode.generate import prompt_ids
 from specnb.draft.model import ModelDrafter
 from specnb.io import plain, write_atomic
@@ -25,7 +26,6 @@ from specnb.lm.base import LanguageModel
 from specnb.measure.bench import Interval, interval, rate_ratio
 from specnb.measure.cost import CostCurve, verify_costs
 from specnb.provenance import provenance
-from specnb.ssm.strategies import passages
 
 TARGET, DRAFT, PASSAGES, PROMPT_TOKENS, TOKENS = "tiny-hybrid", "tiny-hybrid-draft", 16, 64, 96
 RANKS, NODES, DEPTH, REPEATS, TEMPERATURES = 6, 16, 10, 15, (0.0, 0.7, 1.0)

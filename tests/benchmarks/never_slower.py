@@ -22,8 +22,8 @@ from typing import Any
 
 import pandas as pd
 
+from specnb.chapters.compatibility import with_vocabulary
 from specnb.compat.read import describe
-from specnb.compat.trial import with_vocabulary
 from specnb.decode.generate import generate
 from specnb.decode.router import Router
 from specnb.draft.base import DrafterBase, Proposal

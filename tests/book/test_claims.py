@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from jinja2.exceptions import SecurityError, UndefinedError
 
 from data.claims import derive, derive_cure
-from specnb.book import adaptive, claims, league, tables
+from specnb.book import claims, tables
 from specnb.book.claims import VERDICTS, Claim, Estimate, claims_of, judge_claims
 from specnb.book.explorer import tables as explorer
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
+from specnb.chapters import adaptive_k, drafters
 from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json, read_toml
@@ -64,7 +65,7 @@ def tables_of(record: RunRecord) -> dict:
     """Return the tables that a notebook passes in addition to its record; those of 04 are not in any record."""
     match record.experiment:
         case "02_adaptive_k":
-            return {"worst": adaptive.worst(record)}
+            return {"worst": adaptive_k.worst(record)}
         case "04_ssm_rollback":
             own = pd.DataFrame(
                 {"acceptance_rate": 0.9, "tau": 4.5, "identical": 5, "n_prompts": 5, "speedup": 0.7}, [0]
@@ -72,7 +73,7 @@ def tables_of(record: RunRecord) -> dict:
             refusal = "inconsistent sequence positions"
             return {"refusal": refusal, "own": own, "trees": pd.DataFrame({"max_error": [1e-8]})}
         case "07_drafters":
-            return {"ranks": league.rank_drafters(record, 0.0)}
+            return {"ranks": drafters.rank_drafters(record, 0.0)}
         case "09_explorer":
             _, trace, curve, c, _ = explorer.stored(explorer.SHIPPED)
             sweep = explorer.sweep_k(explorer.Tables(trace), curve, c)

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 
-from specnb.book import compat as figures
+from specnb.chapters import compatibility
 from specnb.compat.check import Severity, Verdict, check, matrix
 from specnb.compat.description import Description, State
 from specnb.compat.read import read_shelf
@@ -122,7 +122,7 @@ def test_a_matrix_of_shipped_vocabularies_and_its_figure():
     table = matrix([described(name) for name in ("gpt-neox", "mpt", "qwen2", "qwen2.5", "bert-bge")])
     same_ids = table[table["verdict"] == Verdict.DROP_IN]
     assert len(table) == 20 and same_ids["target"].tolist() == ["gpt-neox", "mpt"] == same_ids["draft"].tolist()[::-1]
-    figure = figures.verdicts(table)
+    figure = compatibility.verdicts(table)
     assert {t.name[0] for t in figure.data[1:]} == {"D", "S", "T", "X"}
     cells = figure.data[0]
     letters = {(y, x): text for y, x, text in zip(cells.y, cells.x, cells.text, strict=True)}

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specnb.chapters.compatibility import bound, chance_of
 from specnb.compat.check import predict
-from specnb.compat.trial import bound, chance_of
 from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.draft.translate import TokenIntersection

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specnb.chapters import delta_rule
+from specnb.chapters.delta_rule import recurrent, unit, verify_tree
 from specnb.lm.tree import Tree
-from specnb.ssm import delta_rule
-from specnb.ssm.delta_rule import recurrent, unit, verify_tree
 from tests.laws.trees import TREES, random_tree
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}

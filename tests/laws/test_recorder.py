@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
+from specnb.chapters.delta_rule import unit
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.model import HfModel
-from specnb.ssm.delta_rule import unit
 from tests.laws.test_deltanet import by_hand
 from tests.tiny_models import VOCAB, torch_model
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specnb.chapters.compatibility import with_vocabulary
 from specnb.compat.read import read_shelf
-from specnb.compat.trial import with_vocabulary
 from specnb.decode.control import ConfidenceStop, FixedK
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal

@@ -16,7 +16,7 @@ from specnb.lm import toy
 from specnb.measure import baseline, experiment, ksweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
-from tests.measure.test_adaptive import reading
+from tests.chapters.test_adaptive_k import reading
 
 SMALL = KSweepParams(
     ks=[1, 3],

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specnb.chapters.rollback import ScriptedDrafter
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.fork import TextFork
 from specnb.measure.triage import triage
-from specnb.ssm.strategies import ScriptedDrafter
 
 SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}

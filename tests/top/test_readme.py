@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
-from specnb.book import adaptive
 from specnb.book.claims.report import fit_line, read_runs, read_small
-from specnb.book.league import rank_drafters
 from specnb.book.tables import baseline
+from specnb.chapters import adaptive_k
+from specnb.chapters.drafters import rank_drafters
 from specnb.io import project_dir
 from specnb.measure.machines import machine_rows
 
@@ -122,7 +122,7 @@ def report() -> str:
 
 
 def rolling() -> str:
-    least = adaptive.worst(SimpleNamespace(measurements=measurements("02_worst"))).groupby("policy")["worst"]
+    least = adaptive_k.worst(SimpleNamespace(measurements=measurements("02_worst"))).groupby("policy")["worst"]
     ends = {
         name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}" for name in ("rolling acceptance", "cost-aware")
     }

@@ -32,7 +32,7 @@ WIDTHS = (2, 4, 8, 16, 64)
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
 """Entries of `layer_types` with a recurrent state (hybrid: and attention in the same layer)."""
 
-TABLE = read_toml(Path(__file__).with_name("families.toml"))
+TABLE = read_toml(Path(__file__).with_suffix(".toml"))
 KINDS = {family: kind for kind in TABLE["kinds"] for family in kind["model_types"]}
 """Kinds of recurrent layers by transformers' `model_type`, with the config attributes of sizes."""
 PUBLISHED = TABLE["published"]
@@ -40,7 +40,7 @@ PUBLISHED = TABLE["published"]
 
 
 def find_config(name: str) -> Any:
-    """Return the transformers config of a model in families.toml, a folder, or hf:ORG/NAME.
+    """Return the transformers config of a model in state_memory.toml, a folder, or hf:ORG/NAME.
 
     Reads no weights. Raises InputError if there is no config.
     """

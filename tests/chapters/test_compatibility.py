@@ -5,12 +5,11 @@ import json
 import pandas as pd
 import pytest
 
-from specnb.book import compat as figures
-from specnb.compat import trial
+from specnb.chapters import compatibility
 from specnb.compat.description import Description
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
-from tests.measure.test_adaptive import reading
+from tests.chapters.test_adaptive_k import reading
 
 SMALL = CompatibilityParams(
     target="t", draft="turned", draft_model="d", families=["half"], prompts_per_category=1, max_new_tokens=20
@@ -28,17 +27,17 @@ FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abc
 @pytest.fixture
 def models(monkeypatch):
     opened = {"t": reading(name="t"), "d": reading(sharpness=1.0, name="d"), "e": reading(order=1, name="e")}
-    monkeypatch.setattr(trial, "load", opened.__getitem__)
-    monkeypatch.setattr(trial, "describe", FAMILIES.__getitem__)
-    monkeypatch.setattr(trial, "opens", opened.__contains__)
+    monkeypatch.setattr(compatibility, "load", opened.__getitem__)
+    monkeypatch.setattr(compatibility, "describe", FAMILIES.__getitem__)
+    monkeypatch.setattr(compatibility, "opens", opened.__contains__)
     return opened
 
 
 def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     seen = []
-    record = trial.run_trial(SMALL, progress=lambda *step: seen.append(step))
+    record = compatibility.run_trial(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
-    assert [r["vocabulary"] for r in rows] == [trial.OWN_VOCABULARY, "turned", "half"]
+    assert [r["vocabulary"] for r in rows] == [compatibility.OWN_VOCABULARY, "turned", "half"]
     assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
     assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [1, 1, 0]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
@@ -56,13 +55,15 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
     assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
     table = pd.DataFrame(rows).assign(text_shared=[1.0, 1.0, 0.5])
-    measured, predicted = figures.overlap_against_acceptance(table).data
+    measured, predicted = compatibility.overlap_against_acceptance(table).data
     assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
-    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [trial.OWN_VOCABULARY]
+    assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [
+        compatibility.OWN_VOCABULARY
+    ]
 
 
 def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
-    record = trial.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
+    record = compatibility.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]

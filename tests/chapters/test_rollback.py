@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 from data.models.convert import write_gguf
-from specnb.book import rollback as figures
+from specnb.chapters import delta_rule, rollback
+from specnb.chapters.rollback import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.lm.load import load
 from specnb.params import RollbackParams
-from specnb.ssm import delta_rule, failures, strategies
-from specnb.ssm.strategies import FREE, PLAIN, STRATEGIES, ScriptedDrafter, attention_twin
 from specnb.store import save
 from tests.tiny_hybrids import hybrid_folder
 
@@ -35,7 +34,7 @@ def record(folder):
     steps = []
     small = {"ks": [2], "acceptance": [0.0, 1.0], "passages": 1, "prompt_tokens": 9, "max_new_tokens": 6}
     params = RollbackParams(target=str(folder), draft=str(folder), **small)
-    record = strategies.run_strategies(params, progress=lambda done, total, _next: steps.append((done, total)))
+    record = rollback.run_strategies(params, progress=lambda done, total, _next: steps.append((done, total)))
     assert save(record).is_dir()  # all numbers are valid JSON
     assert steps == [(done, 5) for done in range(5)]
     return record
@@ -54,7 +53,7 @@ def test_scripted_drafts_have_the_given_acceptance_and_depend_on_the_seed_only()
 
 
 def test_every_strategy_of_both_engines_is_measured_and_exact(record):
-    table = figures.strategies(record).set_index("method", drop=False)
+    table = rollback.strategies(record).set_index("method", drop=False)
     by_engine = table.groupby("engine")["method"].unique().map(set).to_dict()
     everything = {*STRATEGIES, PLAIN, FREE}
     assert by_engine == {"torch": everything, "llama.cpp": everything - {"replay"}}
@@ -66,32 +65,32 @@ def test_every_strategy_of_both_engines_is_measured_and_exact(record):
     assert (table.drop(["recompute", PLAIN, FREE])["recomputed"] == 0).all()
     kept = none_right.groupby(level=0)["kept_mib"].max()
     assert kept["recompute"] == 0 < kept["checkpoint"] < kept["snapshots"]
-    drafters = figures.drafters(record)
+    drafters = rollback.drafters(record)
     assert (drafters["identical"] == drafters["n_prompts"]).all()
     assert drafters.loc[drafters["drafter"] != "lookup", "acceptance_rate"].min() > 0.9  # the same weights
 
 
 def test_tables_and_figures_show_the_measured_values(record):
-    table = figures.strategies(record)
-    pairs, best = figures.fused(table), figures.fastest_strategies(table)
+    table = rollback.strategies(record)
+    pairs, best = rollback.fused(table), rollback.fastest_strategies(table)
     assert len(pairs) == 4 and (pairs[["over checkpoint", "over a free rewind"]] > 0).all(axis=None)
     assert len(best) == 4 and set(best["fastest"]) <= set(STRATEGIES)
     for target, rows in table[table["method"] != PLAIN].groupby("target"):
         drawn = {
-            (trace.name, trace.xaxis): (*trace.x, *trace.y) for trace in figures.draw_strategies(table, target).data
+            (trace.name, trace.xaxis): (*trace.x, *trace.y) for trace in rollback.draw_strategies(table, target).data
         }
         places = {row: (row.method, "x2" if row.acceptance else "x") for row in rows.itertuples()}
         assert drawn == {place: (row.speedup, row.method) for row, place in places.items()}
 
 
 def test_both_failures_are_reproduced_and_the_twin_has_its_hybrids_shapes_but_neither_failure(folder):
-    message = failures.llama_refusal(f"{folder}?backend=llama&weights=f32")
+    message = rollback.llama_refusal(f"{folder}?backend=llama&weights=f32")
     assert "could not decode" in message and "sequence 0 in the input batch have a starting position" in message
-    frame = failures.transformers_crop(str(folder))
+    frame = rollback.transformers_crop(str(folder))
     wrong, right = frame["max_logit_error"]
     assert wrong > 0.05 * frame["spread_of_logits"][0] and right < 1e-4
     twin = attention_twin(f"{folder}?backend=llama")
-    assert "could not decode" not in failures.llama_refusal(f"{twin}?backend=llama&weights=f32")
+    assert "could not decode" not in rollback.llama_refusal(f"{twin}?backend=llama&weights=f32")
     attention, hybrid = (json.loads((path / "config.json").read_text()) for path in (twin, folder))
     for field in ("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size", "head_dim"):
         assert attention[field] == hybrid[field]
@@ -107,4 +106,4 @@ def test_trees_give_the_outputs_of_their_paths(monkeypatch):
     monkeypatch.setattr(delta_rule, "NODES", (1, 5))
     frame = delta_rule.tree_cost()
     assert list(frame["tree"]) == ["chain", "4-ary", "star"] * 2 and list(frame["depth"]) == [1, 1, 1, 5, 2, 1]
-    assert (frame["max_error"] < 1e-5).all() and len(figures.draw_tree_times(frame).data) == 3
+    assert (frame["max_error"] < 1e-5).all() and len(rollback.draw_tree_times(frame).data) == 3

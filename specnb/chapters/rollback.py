@@ -1,21 +1,27 @@
 """Compare rollback strategies on the same drafts: exactness, speed and memory. For notebook 04."""
 
+import re
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+import plotly.express as px
+import plotly.graph_objects as go
 
+from specnb.book.style import dress, error_bars, looks
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
-from specnb.errors import InputError, LoadError
+from specnb.errors import EngineError, InputError, LoadError
 from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, plain, read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import embedded_root, folder_gguf, local_folder, parse
+from specnb.lm.gguf import binding
 from specnb.lm.load import load
 from specnb.measure.bench import compare
 from specnb.measure.experiment import Experiment, Progress, silent
@@ -266,3 +272,180 @@ class ScriptedDrafter(DrafterBase):
         drafted = slice(start, start + k)
         n_right = int(self._is_right[drafted].cumprod().sum())
         return Proposal((*self._truth[drafted][:n_right], *self._wrong[drafted][n_right:]))
+
+
+# --- Two failures of treating a recurrent state like a KV cache: one with an error, one without ---
+
+PROMPT = [(37 * i + 11) % 200 + 20 for i in range(12)]
+BLOCK = PROMPT[:4]
+
+
+def llama_refusal(name: str) -> str:
+    """Return llama.cpp's error and log if the last tokens of a recurrent state are removed.
+
+    This is the field report's error: `llama_memory_seq_rm` returns False, and the next decode finds
+    inconsistent positions. `name` is a model that llama.cpp opens.
+    """
+    with closing(load(name, rollback="recompute")) as model:
+        engine = model.open_engine(2 * len(PROMPT))  # without a rollback strategy
+        log = binding.load_library().errors
+        engine.name = name
+        try:
+            engine.feed(PROMPT, 1)
+            engine.feed(BLOCK, 1)
+            log.clear()
+            engine.keep(len(PROMPT))
+            engine.n_held = len(PROMPT)  # like llama-cpp-python's generate, which ignores the False
+            engine.feed(BLOCK, len(BLOCK))
+            return "llama.cpp raised no error: this state can be cropped"
+        except EngineError as error:
+            return "\n".join([str(error), *log])
+
+
+def transformers_crop(name: str) -> pd.DataFrame:
+    """Compare transformers' `Cache.crop`, which raises no error, with specnb's rollback.
+
+    Returns a row for each: the largest difference from the logits of a model that never processed
+    the rejected tokens, and the number of equal next tokens. `name` is an embedded recurrent model
+    or a local folder.
+    """
+    rejected = BLOCK[::-1]
+    expected = _logits_after_crop(name, [])
+    cropped = _logits_after_crop(name, rejected)
+    with closing(load(name)) as model:
+        model.forward(PROMPT)
+        model.forward(rejected)
+        model.rewind(len(rejected))
+        rewound = model.forward(BLOCK)
+        strategy = model.caps.rewind
+    both = [cropped, rewound]
+    columns = {
+        "rollback": ["transformers, Cache.crop", f"specnb, {strategy}"],
+        "max_logit_error": [np.abs(logits - expected).max() for logits in both],
+        "spread_of_logits": expected.std(),
+        "same_next_tokens": [(logits.argmax(1) == expected.argmax(1)).sum() for logits in both],
+        "of": len(BLOCK),
+    }
+    return pd.DataFrame(columns)
+
+
+def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
+    """Return transformers' logits of BLOCK after PROMPT, and after `rejected` was fed and cropped."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    from specnb.lm.hf.files import quiet
+
+    with quiet(), torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(local_folder(name), dtype=torch.float32).eval()
+        cache = DynamicCache(config=model.config)
+
+        def feed(ids: list[int], at: int) -> torch.Tensor:
+            positions = torch.arange(at, at + len(ids))[None]
+            tokens = torch.tensor([ids])
+            output = model(tokens, past_key_values=cache, position_ids=positions, use_cache=True)
+            return output.logits[0]
+
+        feed(PROMPT, 0)
+        cache.activate_past_recording()  # without it, crop raises an error
+        if rejected:
+            feed(rejected, len(PROMPT))
+            cache.crop(-len(rejected))
+        return feed(BLOCK, len(PROMPT)).numpy()
+
+
+# --- Tables and figures of notebook 04: rollback strategies, what they keep, and trees ---
+
+CELL = ["target", "engine", "k", "acceptance"]
+"""Columns that one measurement of all strategies shares."""
+
+MIB = 2**20
+
+
+def strategies(record: RunRecord) -> pd.DataFrame:
+    """Return the rows of `run_strategies`; `kept_mib` is the peak memory in a round for rollback, in MiB."""
+    frame = pd.DataFrame(record.measurements["ways"])
+    return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
+
+
+def drafters(record: RunRecord) -> pd.DataFrame:
+    """Return one row per K for lookup and the draft model, with the first target."""
+    return pd.DataFrame(record.measurements["drafters"])
+
+
+def fused(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed of fused replay relative to separate replay and to a free rewind, by K and acceptance.
+
+    Each speed is relative to plain decoding of the same model with the same drafts. The free rewind is
+    that of an attention-only model of the same size.
+    """
+    wide = table.pivot(index=CELL, columns="method", values="speedup")
+    others = {"checkpoint": "over checkpoint", FREE: "over a free rewind"}
+    ratios = wide.filter(others).rdiv(wide["fused"], axis=0).rename(columns=others)
+    return ratios.rename_axis(columns=None).reset_index()
+
+
+def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the fastest strategy by K and acceptance, with its speed-up, tau and memory."""
+    measured = table.query("method in @STRATEGIES")
+    best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
+    return best.rename(columns={"method": "fastest"}).reset_index(drop=True)
+
+
+def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
+    """Convert columns `*_bytes` to `*_mib` (MiB, three digits)."""
+    return _scaled(frame, "_bytes", "_mib", 1 / MIB)
+
+
+def milliseconds(frame: pd.DataFrame) -> pd.DataFrame:
+    """Convert columns `*_s` to `*_ms` (milliseconds, three digits), and round the ratio."""
+    return _scaled(frame, "_s", "_ms", 1e3).round({"ratio": 3})
+
+
+def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.DataFrame:
+    scaled = (frame.filter(regex=f"{suffix}$") * factor).round(3)
+    return frame.assign(**scaled).rename(columns=lambda name: re.sub(f"{suffix}$", unit, name))
+
+
+def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
+    """Draw the speed over plain decoding: a mark per strategy, a panel per K and acceptance."""
+    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
+    panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts correct".format)
+    columns = rows["acceptance"].nunique()
+    lines = rows["k"].nunique()
+    look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
+    look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
+    figure = px.scatter(
+        rows.assign(panel=panel),
+        x="speedup",
+        y="method",
+        facet_col="panel",
+        facet_col_wrap=columns,
+        facet_col_spacing=0.03,
+        facet_row_spacing=0.32 / lines,
+        height=120 + 220 * lines,
+        **look,
+        **error_bars(rows, axis="x"),
+    )
+    figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
+    figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
+    title = f"Cost of rollback: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
+    return dress(figure, "ways_back", title_text=title)
+
+
+def draw_tree_times(table: pd.DataFrame) -> go.Figure:
+    """Draw the time of the serial rule along every path relative to one masked solve, by tree size."""
+    figure = (
+        px.line(
+            milliseconds(table),
+            x="nodes",
+            y="ratio",
+            text=table["tree"].mask(table["tree"].duplicated("last"), ""),
+            hover_data=["solve_ms", "paths_ms"],
+            markers=True,
+            **looks("tree", table["tree"]),
+        )
+        .update_traces(textposition="top left")
+        .update_xaxes(tickvals=table["nodes"].unique())
+    )
+    return dress(figure, "trees")

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoConfig, DynamicCache
 
 import specnb
+from specnb.chapters import state_memory
+from specnb.chapters.state_memory import sizes_of
 from specnb.errors import InputError
 from specnb.lm.hf.engine import cache_argument
-from specnb.ssm import memory
-from specnb.ssm.memory import sizes_of
 from tests.tiny_models import FAMILIES, mamba_gguf, torch_model
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -18,7 +18,7 @@ KIB, MIB = 1 << 10, 1 << 20
 STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
 WIDTHS = {"linear_value_head_dim": 12, "linear_num_value_heads": 4, "conv_kernel": 5, "conv_L_cache": 5} | STATES
 """Distinct sizes, so that confusing two is an error."""
-MODELS = [family for family in memory.KINDS if family in FAMILIES]  # the others share a row with them
+MODELS = [family for family in state_memory.KINDS if family in FAMILIES]  # the others share a row with them
 
 
 def tiny(family):
@@ -43,9 +43,9 @@ def test_qwen3_next_80b_has_the_published_sizes():
     assert (n["raw_replay"], full["raw_replay"]) == (441 * KIB, 873 * KIB)
     assert (n["factor_replay"], full["factor_replay"]) == (436.5 * KIB, 868.5 * KIB)
     assert (n["raw_replay"] + n["column"], n["pre_conv"]) == (1017 * KIB, 585 * KIB)
-    rows = memory.parts(n).set_index("quantity")["times_smaller"].round().tolist()
+    rows = state_memory.parts(n).set_index("quantity")["times_smaller"].round().tolist()
     assert rows == [1, 22, 1, 175, 76, 177, 76, 132]
-    rows = memory.tabulate_memory(n).set_index("width") / MIB
+    rows = state_memory.tabulate_memory(n).set_index("width") / MIB
     assert rows["snapshots_bytes"].round(0).tolist() == [226, 377, 678, 1281, 4899]
     assert rows["raw_replay_bytes"].round(1).tolist() == [77.4, 79.3, 83.3, 91.3, 138.9]
     assert rows["checkpoint_bytes"].round(0).eq(151).all() and rows["live_bytes"].eq(75.375).all()
@@ -75,7 +75,7 @@ def test_the_formulas_give_the_bytes_of_every_familys_cache(family):
     assert n["state"] == held(cache, "recurrent_states")
     assert n["window"] + n["column"] == held(cache, "conv_states") > 0
     assert (n["state"] == 0) is (family in ("lfm2", "lfm2_moe"))
-    assert not memory.parts(n)["times_smaller"].isna().any()
+    assert not state_memory.parts(n)["times_smaller"].isna().any()
 
 
 def test_the_formulas_give_the_bytes_of_llama_cpps_state(tmp_path):
@@ -92,11 +92,13 @@ def test_models_are_sized_by_name_or_config():
     """Of a composite config, the text part is used."""
     composite = config_of("qwen3_5")
     assert sizes_of(composite) == sizes_of(composite.text_config)
-    table = memory.of_models(memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])["n_bytes"]
+    table = state_memory.of_models(state_memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])[
+        "n_bytes"
+    ]
     assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4 and table["tiny-hybrid", "state S"] > 0
     for name in ("no/such/folder", "smollm2-135m"):
         with pytest.raises(InputError, match=name):
-            memory.find_config(name)
+            state_memory.find_config(name)
     for family, value in (("llama", "llama"), ("lfm2", "full_attention")):
         with pytest.raises(InputError, match=value):
             sizes_of(config_of(family))

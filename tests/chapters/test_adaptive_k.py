@@ -5,16 +5,16 @@ from unittest.mock import Mock
 
 import pytest
 
-from specnb.book import adaptive as tables
 from specnb.book import claims
+from specnb.chapters import adaptive_k
+from specnb.chapters.adaptive_k import STREAM, SWITCHING
 from specnb.decode.router import EPS, GRACE
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
-from specnb.measure import adaptive, experiment
-from specnb.measure.adaptive import STREAM, SWITCHING
+from specnb.measure import experiment
 from specnb.measure.cost import NAMED, THIS_MACHINE, CostCurve
 from specnb.params import AdaptiveKParams
 
@@ -46,7 +46,7 @@ def study():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "load", lambda name: target)
         patch.setattr(experiment, "load_drafter", lambda name, *_, **__: LoadedDrafter(made[name]))
-        return adaptive.run_adaptive(SMALL)
+        return adaptive_k.run_adaptive(SMALL)
 
 
 def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replayed_ones(study):
@@ -54,14 +54,14 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
     turns = [f"turns.switching-01-{n}" for n in (1, 2, 3, 4)]
     assert [g.prompt_id for g in plain] == ["code-01", "code-02", "prose-01", "prose-02", *turns]
     assert len(study.trace.recordings) == 8 * 2
-    check = tables.live_check(study)
+    check = adaptive_k.live_check(study)
     assert len(check) == 2 * 2 * 4 and set(check["content"]) == {"code", "prose"}
     lookup = check[check["drafter"].str.startswith("lookup")]
     assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
 def test_speeds_are_relative_to_the_best_fixed_k_and_none_exceeds_the_oracles(study):
-    share = tables.against_best(study.record)
+    share = adaptive_k.against_best(study.record)
     assert len(share) == (1 + len(NAMED)) * 2 * (2 + 4 + 1) + 2
     assert set(share.index.levels[0]) == {THIS_MACHINE, *NAMED}
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
@@ -71,7 +71,7 @@ def test_speeds_are_relative_to_the_best_fixed_k_and_none_exceeds_the_oracles(st
 def test_claims_are_judged_by_relative_speeds_over_prompts(study):
     rows = study.record.measurements["replay"]
     assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
-    values = claims.values_of(study.record, {"worst": tables.worst(study.record)})
+    values = claims.values_of(study.record, {"worst": adaptive_k.worst(study.record)})
     assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
 
 
@@ -87,17 +87,17 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
         # A toy's passes take microseconds: under load, a round may take several steps longer.
         overrun = max(map(curve.ratio, curve.widths)) if row["machine"] == THIS_MACHINE else 0
         assert sum(row["seconds"]) <= (1 + EPS) * plain_s + (GRACE + overrun) * plain_s / tokens
-    assert tables.routed(record).shape == (len(rows), 4)
-    frame = tables.stream(study, THIS_MACHINE)
+    assert adaptive_k.routed(record).shape == (len(rows), 4)
+    frame = adaptive_k.stream(study, THIS_MACHINE)
     assert frame["token"].is_monotonic_increasing and frame["n"].sum() >= tokens and (frame["speed"] > 0).all()
-    assert len(tables.mixed_stream(frame, title="x").data) == 1 + frame["arm"].nunique()
+    assert len(adaptive_k.mixed_stream(frame, title="x").data) == 1 + frame["arm"].nunique()
 
 
 def test_one_controller_processes_all_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
-    frame = tables.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
+    frame = adaptive_k.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
     assert frame.groupby("policy")["token"].is_monotonic_increasing.all() and frame["token"].max() > 3 * 24
-    assert [line.name for line in tables.k_over_time(frame, title="K").data] == ["rolling acceptance", "cost-aware"]
+    assert [line.name for line in adaptive_k.k_over_time(frame, title="K").data] == ["rolling acceptance", "cost-aware"]
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
-        tables.trajectory(without, drafter, ["cost-aware"])
+        adaptive_k.trajectory(without, drafter, ["cost-aware"])

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from specnb.book import divergence
 from specnb.book.claims import claims_of, read_fixed
+from specnb.chapters import divergence
 from specnb.params import DivergenceParams
 
 GALLERY = ["positional_registry", "kv_slot_swap", "rope_mismatch", "split_k"]
