@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 from specnb.book import tables
 from specnb.book.claims import Estimate, report
 from specnb.book.explorer import tables as explorer
-from specnb.chapters import adaptive_k, drafters
+from specnb.chapters import adaptive_k, league
 from specnb.io import project_dir, read_json, read_toml, write_atomic
 from specnb.records import RunRecord
 from specnb.store import results_dir
@@ -74,7 +74,7 @@ def box(notebook: str) -> str:
     cpu = record.provenance["cpu"]["model"].replace("(R)", "")
     dtype = "bfloat16" if "bfloat16" in str(record.provenance["models"]) else "float32"
     environment = Environment(undefined=StrictUndefined)
-    modules = {"adaptive": adaptive_k, "league": drafters, "report": report, "tables": tables}
+    modules = {"adaptive": adaptive_k, "league": league, "report": report, "tables": tables}
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
     environment.filters |= {"ends": ends, "fixed": "{:.{}f}".format, "percent": lambda share: f"{100 * share:.0f}"}
     template = environment.from_string(" ".join(BOXES[notebook].split()))

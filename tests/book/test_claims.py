@@ -17,7 +17,7 @@ from specnb.book.claims import VERDICTS, Claim, Estimate, claims_of, judge_claim
 from specnb.book.explorer import tables as explorer
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
-from specnb.chapters import adaptive_k, drafters
+from specnb.chapters import adaptive_k, league
 from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json, read_toml
@@ -73,7 +73,7 @@ def tables_of(record: RunRecord) -> dict:
             refusal = "inconsistent sequence positions"
             return {"refusal": refusal, "own": own, "trees": pd.DataFrame({"max_error": [1e-8]})}
         case "07_drafters":
-            return {"ranks": drafters.rank_drafters(record, 0.0)}
+            return {"ranks": league.rank_drafters(record, 0.0)}
         case "09_explorer":
             _, trace, curve, c, _ = explorer.stored(explorer.SHIPPED)
             sweep = explorer.sweep_k(explorer.Tables(trace), curve, c)

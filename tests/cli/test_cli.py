@@ -383,8 +383,7 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
-    is_mistake(specnb("bench", "medusa", "--tree", "auto"), "bench draft TARGET medusa")
-    words = ("bench", "draft", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
+    words = ("bench", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
     is_mistake(specnb(*words), "heads_checkpoint")
 
 

@@ -84,7 +84,7 @@ def test_a_prompt_ends_where_its_text_ends(before, after):
 
 
 @pytest.mark.parametrize(("prompt", "named"), [
-    ("", "empty prompt"), ([], "empty prompt"), (["ab", "cd"], r"\['ab', 'cd'\]"), ([1.5, 2.0], r"\[1.5, 2.0\]"),
+    ("", "no tokens"), ([], "no tokens"), (["ab", "cd"], r"\['ab', 'cd'\]"), ([1.5, 2.0], r"\[1.5, 2.0\]"),
     ("a\udcffb", r"'\\udcff'"), ("a!", "'!'"), ([0, 5], "5"), ([-1, 0], "-1"),
     ([{"role": "user", "content": "ab"}], "chat template"),
 ])  # fmt: skip

@@ -12,7 +12,7 @@ from specnb.draft.load import check_drafter, load_drafter
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf.model import HfModel
-from specnb.measure import bench
+from specnb.measure import machines
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk_recording
@@ -190,11 +190,13 @@ def test_the_benchmark_of_pairs_times_a_checkpoint(circles, fitted, tmp_path, mo
     chosen = [Prompt(id=f"p{i}", category="code", text=str(i)) for i in range(2)]
     folder = checkpoint.save_heads(fitted["hydra"], tmp_path / "heads", dtype="float32")
     options = {"ks": [1, 2], "max_new_tokens": 14, "heads_checkpoint": str(folder)}
-    result = bench.bench_pair(circles, "medusa", chosen, **options)
+    monkeypatch.setattr(machines, "load", lambda _name: circles)
+    monkeypatch.setattr(circles, "close", lambda: None)
+    (result,) = machines.bench_target("circles", ["medusa"], chosen, **options).pairs
     assert result.drafter == "hydra" and (result.table["identical"] == 2).all()
     assert result.table["acceptance_rate"][1] > 0.9
     with pytest.raises(InputError, match="got lookup"):
-        bench.bench_pair(circles, "lookup", chosen, **options)
+        machines.bench_target("circles", ["lookup"], chosen, **options)
 
 
 # --- one recording answers for every K ------------------------------------------------------------------------------

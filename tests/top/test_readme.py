@@ -9,7 +9,7 @@ import pytest
 from specnb.book.claims.report import fit_line, read_runs, read_small
 from specnb.book.tables import baseline
 from specnb.chapters import adaptive_k
-from specnb.chapters.drafters import rank_drafters
+from specnb.chapters.league import rank_drafters
 from specnb.io import project_dir
 from specnb.measure.machines import machine_rows
 

@@ -3,7 +3,7 @@
 import pytest
 
 from specnb.book import claims
-from specnb.chapters import drafters
+from specnb.chapters import league
 from specnb.decode.router import Arm, Router
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.lookup import LookupDrafter
@@ -35,7 +35,7 @@ def record():
         patch.setattr(experiment, "load", lambda *_args, **_options: target)
         patch.setattr(experiment, "load_drafter", load_drafter)
         patch.setattr(baseline, "load", lambda _name: reading())
-        return drafters.run_league(PARAMS)
+        return league.run_league(PARAMS)
 
 
 def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(record):
@@ -48,7 +48,7 @@ def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(rec
 
 
 def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(record):
-    table = drafters.rank_drafters(record, 0.0)
+    table = league.rank_drafters(record, 0.0)
     assert (
         {*table.index} == {"lookup", "self", "auto"}
         and table["predicted"].notna().all()
@@ -56,16 +56,16 @@ def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(recor
     )
     assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
-    assert drafters.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
+    assert league.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
     values = claims.values_of(record, {"ranks": table})
     assert values["itself"].n == 6 and values["trained"].n == 0
-    assert drafters.draw_contents(drafters.compare_contents(record, 0.0)).data
+    assert league.draw_contents(league.compare_contents(record, 0.0)).data
 
 
 def test_the_break_even_line_is_computed_from_the_curve_and_drafters_across_engines_are_marked(record):
     across = [name for name in record.measurements["cs"] if "copy" in name]
     measured = record.measurements | {"c_across_engines": across}
-    line, *marks = drafters.draw_region(record.model_copy(update={"measurements": measured})).data
+    line, *marks = league.draw_region(record.model_copy(update={"measurements": measured})).data
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=line.x[25])
     assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[25] == pytest.approx(0.5)
     points = {mark.name: (mark.x[0], mark.y[0]) for mark in marks}
@@ -78,4 +78,4 @@ def test_looping_answers_are_counted(record):
     plain = record.generations[0]
     assert not plain.model_copy(update={"token_ids": tuple(range(40))}).loops
     assert plain.model_copy(update={"token_ids": tuple(range(10)) * 4}).loops
-    assert drafters.count_loops(record)["answers"].sum() == 12
+    assert league.count_loops(record)["answers"].sum() == 12

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from specnb.book import claims
-from specnb.chapters import medusa
-from specnb.chapters.medusa import PARTS, VARIANTS, choose_prompts, load_kind, tabulate_by_category
+from specnb.chapters import trained_heads
+from specnb.chapters.trained_heads import PARTS, VARIANTS, choose_prompts, load_kind, tabulate_by_category
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.bench import Timed
@@ -53,9 +53,9 @@ def notebook(folders, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         known = lambda _target, given: tuple(ids[given.id] if isinstance(given, Prompt) else given)  # noqa: E731
         patch.setattr("specnb.decode.generate.prompt_ids", known)
-        patch.setattr(medusa, "load", lambda _name, **_options: periodic.backbone_model())
-        patch.setattr(medusa, "write_study_text", write_text)
-        patch.setattr(medusa, "choose_prompts", lambda *_: (found[:6], found[-6:]))
+        patch.setattr(trained_heads, "load", lambda _name, **_options: periodic.backbone_model())
+        patch.setattr(trained_heads, "write_study_text", write_text)
+        patch.setattr(trained_heads, "choose_prompts", lambda *_: (found[:6], found[-6:]))
         patch.setattr("specnb.publish", lambda figure, name, _record, table: pictures.update({name: (figure, table)}))
         patch.setenv("SPECNB_RESULTS", str(tmp_path_factory.mktemp("results")))
         for cell in cells[PARAMETERS + 1 :]:
@@ -84,7 +84,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
     assert notebook.planted["18 living steps"][1].log[-1]["lr"] > 0
     values = claims.values_of(notebook.record)
     assert values["lost"].value == pytest.approx(values["alive"].value - values["died"].value)
-    schedules = medusa.compare_schedules()
+    schedules = trained_heads.compare_schedules()
     assert schedules.loc["dead steps"].tolist() == ["2.0%", "0.0%"] and schedules.loc["warmup", "new"] == 500
     assert notebook.record.measurements["last_hidden_state"][1]["largest_difference"] < 1e-5
 
@@ -190,7 +190,9 @@ def test_figures_show_the_numbers_of_their_tables(notebook):
     assert list(first.y) == notebook.fault_table["fault"].tolist() and first.x[0] > 90
     marks, served = notebook.pictures["05_alpha"]
     assert sum(len(trace.x) for trace in marks.data) == len(served)
-    assert [trace.marker.opacity[0] for trace in marks.data] == [1.0, 1.0] and served["tested"].iloc[0] >= medusa.FEW
+    assert [trace.marker.opacity[0] for trace in marks.data] == [1.0, 1.0] and served["tested"].iloc[
+        0
+    ] >= trained_heads.FEW
     assert all(trace.y[0] == 1 for trace in notebook.pictures["05_trees"][0].data)  # no nodes: plain decoding
     bars = notebook.pictures["05_speed"][0].data
     table = notebook.speeds.set_index(["kind", "category"])["speedup"]
