@@ -72,7 +72,8 @@ def box(notebook: str) -> str:
     """Return the line of the box, filled in."""
     record = record_of(notebook)
     cpu = record.provenance["cpu"]["model"].replace("(R)", "")
-    dtype = "bfloat16" if "bfloat16" in str(record.provenance["models"]) else "float32"
+    models = str(record.provenance["models"])
+    dtype = next((name for name in ("int4", "bfloat16") if name in models), "float32")
     environment = Environment(undefined=StrictUndefined)
     modules = {"adaptive": adaptive_k, "league": league, "report": report, "tables": tables}
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
