@@ -187,3 +187,8 @@ def test_the_gallery_reads_verdicts_from_records_and_says_where_there_are_none(t
     record["measurements"]["claims"] = {"schema_version": 1, "rows": [row]}
     (tmp_path / "records/01.json").write_text(json.dumps(record))
     assert "| 10x | it | **explained** | b |" in gallery(tmp_path)
+
+
+def test_an_estimate_of_few_prompts_has_no_interval():
+    row = pd.Series({"speedup": 1.25, "low": None, "high": None, "n_prompts": 3})  # as a record stores it
+    assert f"{claims.estimate(row):.2f}" == "1.25" and claims.estimate(row).n == 3

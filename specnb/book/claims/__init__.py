@@ -195,7 +195,8 @@ def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Es
     """Return the `value` of a row with its columns low, high and n_prompts (else `n`); MISSING where it is NaN."""
     if pd.isna(row[value]):
         return MISSING
-    return Estimate(row[value], row["low"], row["high"], row["n_prompts"] if n is None else n)
+    low, high = row[["low", "high"]].astype(float)  # a record has None for NaN
+    return Estimate(row[value], low, high, row["n_prompts"] if n is None else n)
 
 
 def share(part: int, whole: int) -> Estimate:
