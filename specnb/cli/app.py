@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import webbrowser
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -214,21 +214,13 @@ def check(
 def _check_models(models: list[str], k: int, as_json: bool) -> int:
     """Run `compat.preflight` on a model alone, or on a target and its drafter, and return the exit code."""
     from specnb.compat.preflight import preflight
-    from specnb.draft.load import load_drafter
-    from specnb.lm.load import load
-    from specnb.registry import DRAFTERS
+    from specnb.draft.load import open_pair
 
     if len(models) > 2:
         raise InputError(f"a target and its drafter are checked, got {len(models)} models: {', '.join(models)}")
-    with ExitStack() as opened:
-        model = load(models[0])
-        opened.callback(model.close)
-        target, drafter = None, model
-        if len(models) == 2:
-            target = model
-            drafter = load_drafter(models[1], target, strict=True).drafter if models[1] in DRAFTERS else load(models[1])
-            opened.callback(drafter.close)
-        checks = [check._asdict() for check in preflight(drafter, target, k=k)]
+    with open_pair(models[0], models[1] if len(models) == 2 else None, strict=True) as (target, drafter, _):
+        results = preflight(drafter, target, k=k) if drafter else preflight(target, k=k)
+        checks = [check._asdict() for check in results]
     print_result(as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"]))
     return int(any(check["verdict"] == "fail" for check in checks))
 
@@ -363,35 +355,47 @@ def bench(
     of data/machines, `--page` (a draft model, ten minutes) a page with the verdict, the best K by content, the flags
     of other engines, and the explorer.
     """
-    from specnb import prompts as library
+    from specnb.measure.bench import FEWEST
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.machines import bench_target
+    from specnb.prompts import categories as all_categories
+    from specnb.prompts import prompts as read_prompts
 
     warn_if_busy()
-    options: dict[str, Any] = {"heads_checkpoint": heads_checkpoint} if heads_checkpoint else {}
-    if max_new_tokens is not None:
-        options["max_new_tokens"] = max_new_tokens
+    names = drafters or []
+    for option, value in {"--row": row, "--page": page}.items():
+        if value and len(names) != 1:
+            raise InputError(f"{option} is about a target and one drafter, got {', '.join(names) or 'no drafter'}")
+    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if page:
+        if row or heads_checkpoint:
+            raise InputError("--page is about a draft model: leave out --row and --heads-checkpoint")
         if prompts_per_category is not None:
             options["prompts_per_category"] = prompts_per_category
-        _write_page(page, target, drafters or [], as_json, source=prompts, contents=categories, **options)
+        _write_page(page, target, names[0], as_json, source=prompts, contents=categories, **options)
         return
+    if heads_checkpoint:
+        options["heads_checkpoint"] = heads_checkpoint
     with reading(f"--k {k}"):
         options["ks"] = [*map(int, comma_list(k))]
     if prompts or categories or prompts_per_category:
-        names = comma_list(categories) if categories else library.categories(prompts)
+        wanted = comma_list(categories) if categories else all_categories(prompts)
         limit = prompts_per_category or 1
-        options["chosen"] = [p for name in names for p in library.prompts(name, limit=limit, source=prompts)]
+        options["chosen"] = [p for name in wanted for p in read_prompts(name, limit=limit, source=prompts)]
+        if row and len(options["chosen"]) < FEWEST:
+            raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(options['chosen'])}")
     with ProgressBar() as progress:
-        result = bench_target(target, drafters or [], progress=progress, **options)
+        result = bench_target(target, names, progress=progress, **options)
     if row:
-        if not result.rows:
-            raise InputError("--row needs a drafter and at least five prompts")
         write_atomic(row, f"{result.rows[0].model_dump_json(indent=1)}\n".encode())
     pairs = [pair._asdict() | {"table": pair.table.to_dict("records")} for pair in result.pairs]
     rows = [machine.model_dump(mode="json") | {"verdict": machine.verdict} for machine in result.rows]
     document = {"target": result.target, "rates": result.rates, "verify_curve": result.verify_curve.model_dump()}
     parts = [table_of(result.target, result.rates, ["test", "n_tokens", "tokens_per_s", "std"])]
+    if not result.pairs:
+        curve = result.verify_curve
+        passes = [[n, 1000 * curve.seconds(n), curve.ratio(n)] for n in curve.widths]
+        parts.append(("forward passes over n tokens", ["n", "ms", "T(n)/T(1)"], passes))
     for pair in result.pairs:
         parts += [
             pair.verify_curve.describe(pair.c, across=pair.c_across_engines), str(pair.baseline),
@@ -400,15 +404,13 @@ def bench(
     print_result(as_json, plain(document | {"pairs": pairs, "rows": rows}, nan=None), *parts)
 
 
-def _write_page(path: Path, target: str, drafters: list[str], as_json: bool, **options: Any) -> None:
+def _write_page(path: Path, target: str, draft: str, as_json: bool, **options: Any) -> None:
     """Write the page about a target and one draft model. `options` are those of `examine`."""
     from specnb.book.explorer.examine import examine
     from specnb.measure.experiment import ProgressBar
 
-    if len(drafters) != 1:
-        raise InputError(f"--page is about a target and one draft model, got {', '.join(drafters) or 'no draft model'}")
     with ProgressBar() as progress:
-        report = examine(target, drafters[0], progress=progress, **options)
+        report = examine(target, draft, progress=progress, **options)
     write_atomic(path, report.page.encode())
     document = plain(report.document | {"path": str(path)}, nan=None)
     print_result(as_json, document, report.document["conclusion"], document["vocabulary"], document["costs"], str(path))

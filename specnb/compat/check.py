@@ -21,7 +21,7 @@ from specnb.lm.vocab import Vocabulary
 
 
 class Verdict(StrEnum):
-    """What is needed before the target can verify the draft model's tokens."""
+    """The step needed before the target can verify the draft model's tokens."""
 
     DROP_IN = "drop-in"
     SLICING = "works with slicing"
@@ -53,7 +53,7 @@ EXAMPLES = 5
 
 
 class IdComparison(NamedTuple):
-    """How far two vocabularies agree on what ids mean.
+    """The agreement of two vocabularies on the meaning of ids.
 
     `first_difference` is the smallest id that both have with different pieces, `n_different` is the
     number of such ids, and `examples` holds the first few as (id, target's piece, draft's piece).

@@ -18,7 +18,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from specnb.decode.generate import prompt_ids
-from specnb.draft.spelling import CONTEXT, encode_exact
+from specnb.draft.spelling import encode_exact
 from specnb.errors import InputError
 from specnb.io import json_lines, validated
 from specnb.lm.base import LanguageModel
@@ -27,6 +27,8 @@ from specnb.measure.bench import NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.fork import ROUNDING, force
 
+CONTEXT = 16
+"""Prompt tokens that are passed to the tokenizer as the context of an output."""
 WIDTH = 5
 """Tokens per block when noise is measured."""
 QUANTILE = 0.999

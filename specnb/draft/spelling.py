@@ -8,9 +8,6 @@ needs no tokenizer: it takes the longest piece of the vocabulary first.
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
-CONTEXT = 16
-"""Tokens before a text that are passed to the tokenizer as its context."""
-
 
 def encode_exact(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...] | None:
     """Return the tokens of `added` as the model's tokenizer writes them after `before`, or None.

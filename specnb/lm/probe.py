@@ -28,7 +28,7 @@ PROBED_WIDTHS = (2, 3, 4, 7, 8, 9, 14, 17, 33, 64)
 """Widths that are compared with single steps: near every kernel's limits, with partial vectors."""
 PROBED_STEPS = 16
 PROBED_PAST = 504
-"""Tokens before the probe; with so many, torch's bfloat16 bits depend on the thread count."""
+"""Tokens before the probe; from here on, torch's bfloat16 bits depend on the thread count."""
 KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",

@@ -10,7 +10,6 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validat
 
 from specnb.decode.generate import checked_settings
 from specnb.draft.load import check_drafter, open_pair
-from specnb.errors import InputError
 from specnb.io import project_dir, read_json, validated
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -19,7 +18,7 @@ from specnb.measure.baseline import Baseline
 from specnb.measure.bench import FEWEST, PairBench, pays, time_pair
 from specnb.measure.cost import NAMED, Cost, CostCurve, plain_rates, verify_curve
 from specnb.measure.experiment import Progress, check_prompts, silent
-from specnb.measure.pair import OPTIONS, options_for
+from specnb.measure.pair import share_options
 from specnb.prompts import CATEGORIES, Prompt, prompts
 from specnb.provenance import provenance
 
@@ -132,13 +131,8 @@ def bench_target(
     Raises InputError for invalid names and options before the target is loaded, and what `load`,
     `load_drafter` and `generate` raise.
     """
-    texts = [prompt.without_template for name in CATEGORIES for prompt in prompts(name, limit=1)]
     checked_settings(min(ks), max_new_tokens)
-    options_of = {name: options_for(name, options) for name in drafter_names}
-    for name in options:
-        if not any(name in accepted for accepted in options_of.values()):
-            expected = f"{name} is an option of {' or '.join(OPTIONS[name])}"
-            raise InputError(f"{expected}, got {', '.join(drafter_names)}")
+    options_of = share_options(drafter_names, options)
     for name in drafter_names:
         check_drafter(name, target_name, **options_of[name])
     neighbours = Neighbours()
@@ -147,7 +141,7 @@ def bench_target(
         check_prompts(target, chosen or [], max_new_tokens)
         progress(0, 1, "measuring prefill and plain decoding")
         rates = plain_rates(target, **RATES)
-        timed = chosen or texts
+        timed = chosen or [p.without_template for name in CATEGORIES for p in prompts(name, limit=1)]
         settings = {"ks": ks, "max_new_tokens": max_new_tokens, "progress": progress}
         pairs = []
         for name in drafter_names:

@@ -1,6 +1,6 @@
 """Decode one prompt speculatively and plainly, and compare speeds and texts."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -36,9 +36,16 @@ OPTIONS = {
 """The drafters that accept an option."""
 
 
-def options_for(drafter: str | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that this drafter accepts."""
-    return {name: value for name, value in options.items() if drafter in OPTIONS[name]}
+def share_options(drafters: Sequence[str | None], options: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
+    """Return, by drafter, the options that it accepts. Raises InputError for one that none of them accepts."""
+    for name in options:
+        require_known("option of a drafter", name, OPTIONS)
+        if set(OPTIONS[name]).isdisjoint(drafters):
+            got = ", ".join(filter(None, drafters)) or "no drafter"
+            raise InputError(f"{name} is an option of the drafter {' or '.join(OPTIONS[name])}, got {got}")
+    return {
+        drafter: {name: value for name, value in options.items() if drafter in OPTIONS[name]} for drafter in drafters
+    }
 
 
 class PairSummary(Baseline, Summary):
@@ -166,11 +173,7 @@ def run_pair(
 def _take_options(drafter: str | None, controller: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Remove the options of drafters from `settings` and return them. Refuses other drafters'."""
     options = {name: settings.pop(name, None) for name in OPTIONS}
-    options = {name: value for name, value in options.items() if value is not None}
-    for name in options:
-        if drafter not in OPTIONS[name]:
-            drafters = " or ".join(OPTIONS[name])
-            raise InputError(f"{name} is an option of --drafter {drafters}, got {drafter or 'no drafter'}")
+    options = share_options([drafter], {name: value for name, value in options.items() if value is not None})[drafter]
     if drafter in TRAINED:
         options = {"tree": "chain" if controller else "auto"} | options
     return options

@@ -38,15 +38,15 @@ EXACT = 1e-5
 DEAD_LR = 1e-3
 """Learning rates below this share of the highest train nothing. The presets end at 1/30 and 1/100."""
 DEAD_STEPS = 0.05
-"""Share of steps with a dead rate that is a fault. A cosine to exactly zero has 2 %."""
+"""Share of steps with the LR decayed to zero that is a fault. A cosine to exactly zero has 2 %."""
 STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.2
 """A gain counts above 3 standard errors and 0.2 accepted drafts per round; the shipped Medusa heads gain 0.37."""
-OTHERWISE = 0.05
+MOST_DIFFERENT = 0.05
 """Share of rounds that may accept other drafts than offline: rounding changes near-ties."""
 
 REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
 """Every fault that has a name, and its remedy."""
-GENERAL = ("undertrained", "served otherwise than scored")
+GENERAL = ("undertrained", "served differently than scored")
 """Faults that are diagnosed only if no other is."""
 
 
@@ -225,7 +225,7 @@ def judge_serving(e: HeadsEvidence) -> Verdict:
         f"alpha_1 of the chains is {alpha.value:.3f} [{alpha.low:.3f}, {alpha.high:.3f}]; "
         f"{differ} of {rounds} rounds accept other drafts than those that are right offline"
     )
-    return rounds > 0 and differ <= OTHERWISE * rounds, says, "served otherwise than scored"
+    return rounds > 0 and differ <= MOST_DIFFERENT * rounds, says, "served differently than scored"
 
 
 GATES = {

@@ -350,6 +350,39 @@ def test_a_command_of_an_earlier_version_names_what_replaces_it(specnb, old):
     is_mistake(specnb(*old.split(), "x"), f"specnb {MOVED[old]}")
 
 
+@pytest.mark.parametrize("words", ["lookup suffix --row r", "--row r", "d --page p --heads-checkpoint h", "--page p",
+                                   "lookup --row r --categories code"])  # fmt: skip
+def test_what_a_benchmark_cannot_write_is_refused_before_it_measures(specnb, idle, monkeypatch, words):
+    monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
+    is_mistake(specnb("bench", "absent.gguf", *words.split()), words[words.index("--") :].split()[0])
+
+
+def test_a_benchmark_of_some_prompts_is_one_document_and_without_a_drafter_shows_forward_passes(
+    specnb, idle, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("specnb.measure.machines.RATES", {"n_prompt": 4, "n_gen": 2, "repeats": 1})
+    monkeypatch.setattr("specnb.measure.machines.load", lambda name: toy.cyclic(5))
+    mine = [json.dumps({"id": f"p{i}", "category": "mine", "text": "ab"}) for i in range(2)]
+    (file := store.results_dir() / "mine.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(mine))
+    words = [
+        "bench",
+        "five",
+        "--prompts",
+        str(file),
+        "--prompts-per-category",
+        "2",
+        "--k",
+        "2",
+        "--max-new-tokens",
+        "4",
+    ]
+    document = json.loads(specnb(*words, "lookup", "--json")[1])
+    assert set(document) == {"target", "rates", "verify_curve", "pairs", "rows"} and not document["rows"]
+    assert document["pairs"][0]["table"][1]["n_prompts"] == 2
+    assert "T(n)/T(1)" in specnb(*words)[1]
+
+
 def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert specnb("--help")[1].count("\n") <= 40

@@ -52,6 +52,8 @@ def test_invalid_options_are_refused_before_loading_and_few_prompts_give_no_row(
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
     with pytest.raises(InputError, match="heads_checkpoint"):
         bench_target("tiny-hybrid-draft", ["lookup"], heads_checkpoint="x")
+    with pytest.raises(InputError, match="checkpoint_of_heads"):
+        bench_target("tiny-hybrid-draft", ["medusa"], checkpoint_of_heads="x")
     with pytest.raises(InputError, match="lokup"):
         bench_target("tiny-hybrid-draft", ["lookup", "lokup"])
 

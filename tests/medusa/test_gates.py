@@ -138,7 +138,7 @@ def test_a_drafter_that_gives_the_heads_other_states_is_told_from_bad_heads(circ
     monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
     result = checked(circles, sound)
     assert result.failed == ["serving"]
-    assert [d.name for d in result.diagnoses] == ["served otherwise than scored"]
+    assert [d.name for d in result.diagnoses] == ["served differently than scored"]
 
 
 COSINE, EARLY = ((1 + np.cos(np.pi * np.arange(n) / (n - 1))) / 2 for n in (100, 70))

@@ -86,7 +86,7 @@ class FileTokenizer:
     """llama.cpp's tokenizer of a GGUF file, and its `vocab`, without the weights."""
 
     def __init__(self, gguf: Path) -> None:
-        self.model = open_model(gguf, vocab_only=True)
+        self.model = open_model(sound_header(gguf), vocab_only=True)
         weakref.finalize(self, load_library().api.llama_model_free, self.model)
         self.vocab = read_vocabulary(self.model)
 
@@ -94,18 +94,17 @@ class FileTokenizer:
         return tokenize(self.model, self.vocab, text, special=special)
 
 
-def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
-    """Open a model (llama_model_load_from_file). Raises LoadError with the reason."""
-    sound_header(path)
+def open_model(header: Header, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
+    """Open a model by its checked header (llama_model_load_from_file). Raises LoadError with the reason."""
     lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
     params.use_extra_bufts = repack
     lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
+    model = lib.api.llama_model_load_from_file(os.fsencode(header.path), params)
     if not model:
-        raise LoadError(f"llama.cpp cannot open {path}: {lib.reasons()}")
+        raise LoadError(f"llama.cpp cannot open {header.path}: {lib.reasons()}")
     return model
 
 

@@ -27,7 +27,7 @@ from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
-from specnb.lm.gguf.header import ARCHITECTURE
+from specnb.lm.gguf.header import ARCHITECTURE, Header
 from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
@@ -183,21 +183,22 @@ class GgufModel(RewindableModel):
             n_bytes=n_bytes,
             counts=[threads] if threads else thread_counts(available_cores()),
         )
+        header = binding.sound_header(path)
         # forward passes of a recurrent model cannot be padded, and are not probed
-        if exact != "false" and not states_recurrence(path):
-            opened = cls._open(path, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))
+        if exact != "false" and not states_recurrence(header):
+            opened = cls._open(header, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))
             if exact == "true" or opened.caps.same_bits_up_to:
                 return opened
             opened.close()
-        return cls._open(path, name, plan(paddings=[]))
+        return cls._open(header, name, plan(paddings=[]))
 
     @classmethod
-    def _open(cls, path: Path, name: str, plan: Plan) -> "GgufModel":
+    def _open(cls, header: Header, name: str, plan: Plan) -> "GgufModel":
         """Open a file according to `plan`; certify it if the plan has paddings."""
         api = binding.load_library().api
         with ExitStack() as undo:
             # 1. weights: repacked weights are faster, but round depending on the width of a pass
-            model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
+            model = binding.open_model(header, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
             # 2. context, with room for padding and snapshots
             plan = plan.completed(model)
@@ -302,9 +303,9 @@ def _facts(model: object) -> dict[str, Any]:
     return facts | {"architecture": binding.metadata(model, ARCHITECTURE), "build": build}
 
 
-def states_recurrence(path: Path) -> bool:
-    """Return whether the header of a file declares recurrent layers (RECURRENT_KEYS)."""
-    return any(key.endswith(RECURRENT_KEYS) for key in binding.sound_header(path).values)
+def states_recurrence(header: Header) -> bool:
+    """Return whether a header declares recurrent layers (RECURRENT_KEYS)."""
+    return any(key.endswith(RECURRENT_KEYS) for key in header.values)
 
 
 def is_recurrent(model: object) -> bool:
