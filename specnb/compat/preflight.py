@@ -5,7 +5,7 @@ A check that raises an error fails, and the others still run.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import RewindError
+from specnb.findings import Finding
 from specnb.io import read_toml
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
@@ -29,19 +30,9 @@ ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 """Known upstream issues of the kind that each check finds."""
 
 
-class CheckResult(NamedTuple):
-    """One check, its verdict, the evidence or the reason for skipping it, and known upstream `issues`."""
-
-    check: str
-    verdict: str
-    evidence: str
-    remedy: str = ""
-    issues: tuple[str, ...] = ()
-
-
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *, k: int = 4
-) -> list[CheckResult]:
+) -> list[Finding]:
     """Run all checks that the arguments allow, and return the results, worst first.
 
     Takes seconds. The models' states are empty afterwards.
@@ -65,19 +56,19 @@ def preflight(
     return sorted(findings, key=lambda finding: RANK[finding.verdict])
 
 
-def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> CheckResult:
+def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> Finding:
     """Run a check on its subjects; skip it if one is None, and name what is `needed`.
 
     An error in the check is a failed check, so that the others still run.
     """
     if None in subjects:
-        return CheckResult(name, "skipped", f"not given: {needed}")
+        return Finding(name, "skipped", f"not given: {needed}")
     try:
         verdict, *words = check(*subjects)
     except Exception as error:  # a faulty drafter or model may raise anything
-        return CheckResult(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
+        return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
     issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict == "fail" else ()
-    return CheckResult(name, verdict, *words, issues=issues)
+    return Finding(name, verdict, *words, issues=issues)
 
 
 # --- drafting: the caller's tokens, the drafter's own drafts, exact rollback ------------------------------------------
