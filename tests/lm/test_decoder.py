@@ -27,7 +27,7 @@ ROTATIONS = {
 MODELS = {
     "llama": {},
     "llama, biased": {"attention_bias": True, "mlp_bias": True},
-    "llama, int4": {"intermediate_size": 64},
+    "llama, int4": {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
     "llama, tied": {"tie_word_embeddings": True},
     "llama, many heads share": {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -200,6 +200,23 @@ def test_the_probe_detects_the_width_at_which_the_int4_kernel_changes(monkeypatc
     assert model.caps.dtype == "int4" and model._engine.decoder.rows == 1 and model.caps.same_bits_up_to == 64
     other_kernel_above_eight_rows(monkeypatch, model)
     assert certify(model) == 8
+
+
+@pytest.mark.parametrize("onednn", [True, False])
+def test_the_attention_of_a_token_is_bit_identical_in_blocks(onednn):
+    """Without AVX-512, oneDNN multiplies no bfloat16, and fewer than four rows run in another kernel."""
+    decoder = opened("llama, int4", "int4")._engine.decoder
+    n_held = 448
+    decoder._reserve(n_held + 4)
+    torch.manual_seed(0)
+    with torch.inference_mode(), torch.backends.mkldnn.flags(enabled=onednn):
+        for _ in range(40):
+            decoder.cache.normal_()
+            q = torch.randn(4, decoder.H, decoder.d).bfloat16()
+            steps = [decoder._plan_one_call(1, n_held + i, 0)(row[None], 0, row) for i, row in enumerate(q)]
+            for n in (2, 4):
+                rows = decoder._plan_one_call(n, n_held, 0)(q[:n], 0, q)
+                assert torch.equal(rows, torch.cat(steps[:n]))
 
 
 @pytest.mark.parametrize("plant", [lone_row_by_another_kernel, activations_in_chunks, keys_of_the_block])

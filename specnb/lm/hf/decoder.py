@@ -255,8 +255,9 @@ class Decoder:
         """Return the attention of a few tokens in one call, faster than the general `plan`."""
         G, d = self.G, self.d
         shared = self.H // G
-        # the bits of a row may depend on the number of rows in float32, but not in bfloat16
-        size = n * shared if self.rows == 1 else call_size(shared)
+        # In float32, the bits of a row may depend on the number of rows. In bfloat16 they do not,
+        # except that CPUs with AVX2 only use another kernel for fewer than four rows.
+        size = max(ROWS, n * shared) if self.rows == 1 else call_size(shared)
         mask = mask_call(n, n_held, shared, size, self.dtype)
         n_keys = mask.shape[3]
         queries = torch.zeros(1, G, size, d, dtype=self.dtype)

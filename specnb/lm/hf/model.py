@@ -90,7 +90,7 @@ class HfModel(RewindableModel, TreeModel):
                 "threads": torch.get_num_threads(),
                 "packed": packed,
                 "decoder": f"transformers: {no_decoder}" if no_decoder else "specnb",
-                "attention": config._attn_implementation if no_decoder else "blocks of 16 rows",
+                "attention": config._attn_implementation if no_decoder else "blocks of 4 to 16 rows",
             },
         )
         with hf_files.quiet():  # the first forward passes warn about fast kernels that are missing
