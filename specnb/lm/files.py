@@ -29,7 +29,6 @@ from pydantic import create_model
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
 from specnb.io import cache_dir, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
-from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
@@ -224,8 +223,7 @@ def weights_origin(name: str) -> str | None:
     """Return the origin of a model's weights and the KL divergence by rounding; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
-        rounded = "dtype=int4" in name and not source.endswith(".gguf")
-        return "rounded to 4 bits in groups of 32, lm_head to 8 bits" if rounded else None
+        return None
     entry, kind = find_entry(source)
     if kind:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
@@ -245,11 +243,17 @@ def zoo_file(name: str) -> Path:
     entry, kind = find_entry(name)
     if kind is None:
         return fetch_pinned(entry, entry.file(None))
+    return make_once(
+        entry.file(kind),
+        lambda dest: _requantize(zoo_file(entry.name), kind, dest),
+        n_bytes=entry.n_bytes(kind),
+    )
 
-    def requantize(dest: Path) -> None:
-        binding.requantize(zoo_file(entry.name), dest, kind)
 
-    return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
+def _requantize(source: Path, kind: str, dest: Path) -> None:
+    from specnb.lm.gguf import binding  # models in torch do without llama.cpp
+
+    binding.requantize(source, dest, kind)
 
 
 # ---- models of the checkout
@@ -342,7 +346,7 @@ def copy_once(file: Path, kind: str) -> Path:
     """Return the cached copy of a GGUF with weights of `kind`. Raises LoadError or FetchError."""
     dest = cache_dir() / "requantised" / f"{file.stem}-{file_digest(file)[:16]}.{kind}.gguf"
     n_bytes = size_of(file) * WIDTHS.get(kind, 2) // 2  # float32 doubles a file in float16
-    return make_once(dest, partial(binding.requantize, file, type_name=kind), n_bytes=n_bytes)
+    return make_once(dest, partial(_requantize, file, kind), n_bytes=n_bytes)
 
 
 def folder_gguf(folder: Path, kind: str) -> Path:

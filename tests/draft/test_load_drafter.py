@@ -7,9 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from specnb.decode.generate import generate
-from specnb.draft import translate as module
-from specnb.draft.load import join_engine, load_drafter, refuse_copy
-from specnb.draft.model import ModelDrafter
+from specnb.draft import model as module
+from specnb.draft.load import join_engine, load_drafter
+from specnb.draft.model import ModelDrafter, refuse_copy
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.files import name_copy

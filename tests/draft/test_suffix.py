@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import TokenView
-from specnb.draft.suffix import BORDER, SuffixDrafter, suffix_drafter
-from specnb.lm import toy
+from specnb.draft.suffix import SuffixDrafter
 from specnb.lm.vocab import Vocabulary
 
 
@@ -46,20 +45,6 @@ def test_of_equal_matches_the_last_is_copied():
     drafter = SuffixDrafter()
     drafter.start([1, 2, 5, 1, 2, 6, 0, 1, 2])
     assert drafter.propose([], 1, Chooser(Sampling())).ids == (6,)
-
-
-def test_earlier_texts_and_a_corpus_are_copied_from_where_they_are_kept(tmp_path):
-    chooser, target = Chooser(Sampling()), toy.cyclic(9)
-    for keep, ids in ((False, ()), (True, (3, 4))):
-        drafter = SuffixDrafter(keep=keep)
-        drafter.start([1, 2, 3, 4])
-        drafter.start([0, 1, 2])
-        assert drafter.propose([], 8, chooser).ids == ids and BORDER not in ids
-    file = tmp_path / "corpus.txt"
-    file.write_text(target.vocab.decode([5, 6, 7]))
-    drafter = suffix_drafter(target, corpus=file)
-    drafter.start([6])
-    assert drafter.propose([], 8, chooser).ids == (7,)
 
 
 def test_a_loose_match_looks_past_case_white_space_and_underscores():

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.decode.generate import generate
-from specnb.draft.model import ModelDrafter
+from specnb.draft.model import ModelDrafter, fit_drafter
 from specnb.draft.spelling import GreedySpeller, encode_exact
 from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation, ids_agree
-from specnb.draft.translate import TokenIntersection, fit_drafter
+from specnb.draft.translate import TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary

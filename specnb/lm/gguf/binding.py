@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf.header import Header, read_header
+from specnb.lm.gguf.header import Header, sound_header
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
@@ -106,17 +106,6 @@ def open_model(header: Header, gpu_layers: int = 0, *, vocab_only: bool = False,
     if not model:
         raise LoadError(f"llama.cpp cannot open {header.path}: {lib.reasons()}")
     return model
-
-
-def sound_header(path: Path) -> Header:
-    """Return the checked header of a file. Raises LoadError if llama.cpp would abort on it.
-
-    After a LoadError, generation can continue without the drafter.
-    """
-    try:
-        return read_header(path)
-    except InputError as error:
-        raise LoadError(str(error)) from error
 
 
 def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import InputError
+from specnb.errors import InputError, LoadError
 from specnb.io import reading, regular_stat
 
 STRING, ARRAY = 8, 9
@@ -83,6 +83,17 @@ def read_header(path: Path) -> Header:
         if header.get(MODEL, str, "none") not in NO_VOCABULARY:
             _check_tokens(header)
     return header
+
+
+def sound_header(path: Path) -> Header:
+    """Return the checked header of a file. Raises LoadError if llama.cpp would abort on it.
+
+    After a LoadError, generation can continue without the drafter.
+    """
+    try:
+        return read_header(path)
+    except InputError as error:
+        raise LoadError(str(error)) from error
 
 
 def _check_sizes(header: Header) -> None:

@@ -27,7 +27,7 @@ from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
-from specnb.lm.gguf.header import ARCHITECTURE, Header
+from specnb.lm.gguf.header import ARCHITECTURE, Header, sound_header
 from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
@@ -183,7 +183,7 @@ class GgufModel(RewindableModel):
             n_bytes=n_bytes,
             counts=[threads] if threads else thread_counts(available_cores()),
         )
-        header = binding.sound_header(path)
+        header = sound_header(path)
         # forward passes of a recurrent model cannot be padded, and are not probed
         if exact != "false" and not states_recurrence(header):
             opened = cls._open(header, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))

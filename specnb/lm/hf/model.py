@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 import torch
@@ -22,19 +22,27 @@ from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_tre
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
-from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.int4 import BlockLinear
 from specnb.lm.hf.product import pack
-from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.probe import certified, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, RollbackDepth, RollbackKind
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, Recorder, RewindableModel, RollbackDepth, RollbackKind
 from specnb.lm.vocab import tokenizing
 from specnb.machine import require_memory, thread_counts
+
+if TYPE_CHECKING:
+    from specnb.lm.hf.hidden import HiddenStates, LayerStates
 
 STEPS = {
     "later": "transformers ignores the state in blocks of this family: layers run token by token",
     "single": "transformers' blocks and single steps of this family differ: it runs token by token",
 }
+
+
+def _recorder(kind: str, engine: TorchEngine, depth: int) -> Recorder:
+    from specnb.lm.hf import record  # for recurrent models only
+
+    recorders = {"replay": record.ActivationRecorder, "snapshots": record.StateRecorder}
+    return recorders[kind](engine, depth)
 
 
 class HfModel(RewindableModel, TreeModel):
@@ -75,7 +83,7 @@ class HfModel(RewindableModel, TreeModel):
             self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=rows))
             packed = self._engine.decoder.packed
         self._hidden: HiddenStates | None = None
-        self._layer_states = WeakSet[LayerStates]()
+        self._layer_states: WeakSet[LayerStates] = WeakSet()
         self.rollback = Recompute(self._engine)
         self.caps = Capabilities(
             engine="torch",
@@ -98,8 +106,7 @@ class HfModel(RewindableModel, TreeModel):
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
-                "replay": partial(ActivationRecorder, self._engine, rollback_depth),
-                "snapshots": partial(StateRecorder, self._engine, rollback_depth),
+                kind: partial(_recorder, kind, self._engine, rollback_depth) for kind in ("replay", "snapshots")
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
         no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
@@ -138,7 +145,7 @@ class HfModel(RewindableModel, TreeModel):
         """Open a folder or a hub id.
 
         Args:
-            dtype: float32, bfloat16, float16 or int4.
+            dtype: float32, bfloat16, float16, or int4 (a GGUF file on the CPU).
             device: cpu or cuda[:n].
             n_ctx: tokens of context (0: the model's limit, at most 4096).
             threads: torch's threads (0: its current number, fewer while other processes use cores).
@@ -160,8 +167,8 @@ class HfModel(RewindableModel, TreeModel):
         if dtype == "int4":
             load = partial(hf_files.load_int4, coarse=coarse)
         else:
-            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
-        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
+            load = partial(hf_files.load_network, dtype=getattr(torch, dtype), revision=revision)
+        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx)
         return cls(
             model,
             tokenizer,
@@ -222,17 +229,21 @@ class HfModel(RewindableModel, TreeModel):
         name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
-    def watch_hidden(self) -> HiddenStates:
+    def watch_hidden(self) -> "HiddenStates":
         """Return the hidden states before lm_head, updated by each forward pass; repeatable.
 
         Raises InputError if the final norm cannot be identified.
         """
+        from specnb.lm.hf.hidden import HiddenStates  # for heads only
+
         self._require_open()
         self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
 
-    def watch_layers(self, layers: Sequence[int]) -> LayerStates:
+    def watch_layers(self, layers: Sequence[int]) -> "LayerStates":
         """Collect the outputs of these layers, from 0, from the next forward pass until `close`."""
+        from specnb.lm.hf.hidden import LayerStates  # for heads only
+
         self._require_open()
         states = LayerStates(self._engine, layers, self.caps.n_ctx)
         self._layer_states.add(states)
