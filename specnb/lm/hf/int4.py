@@ -8,7 +8,6 @@ The kernel accepts 4-bit codes. An 8-bit code is 16 high + low: the halves are c
 the inputs, and the inputs are repeated, so that the kernel adds both in float32.
 """
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from copy import copy, deepcopy
@@ -20,11 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specnb.errors import InputError
-from specnb.io import cache_dir, digest, read_text, write_atomic
 from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, group_of
-from specnb.lm.hf.product import Product, can_multiply
-from specnb.lm.probe import kernel_facts
+from specnb.lm.hf.product import Product, can_multiply, joined_bias
+from specnb.lm.probe import kernel_facts, probed_once
 
 OUTPUTS = 16
 """The kernel needs a multiple of this number of outputs."""
@@ -130,8 +127,7 @@ class PackedPart:
             self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(0, 1)
         for layer in layers:
             layer.matrix.forget()
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach() if biases else None
+        self.bias = joined_bias(layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bits == 8:
@@ -174,9 +170,11 @@ def is_fastest(wide: str) -> bool:
     Times PROBED products of PROBED_SIZE squared, which exceed the CPU caches, once per CPU, torch
     version and `wide`. The result is cached on disk.
     """
-    file = cache_dir() / "int4" / digest([*kernel_facts(), torch.__version__, torch.get_num_threads(), wide])
-    with contextlib.suppress(InputError):
-        return read_text(file) == "True"
+    key = [*kernel_facts(), torch.__version__, torch.get_num_threads(), wide]
+    return probed_once("int4", key, lambda: str(_time_products(wide))) == "True"
+
+
+def _time_products(wide: str) -> bool:
     layer = nn.Linear(PROBED_SIZE, PROBED_SIZE, bias=False, dtype=getattr(torch, wide))
     row_bytes = PROBED_SIZE // GROUP * LAYOUTS[Kind.Q4_0][0]
     blocks = np.zeros((PROBED_SIZE, row_bytes), np.uint8)
@@ -195,10 +193,7 @@ def is_fastest(wide: str) -> bool:
             for product in candidates[name]:
                 product(x)
             taken_s[name, rows].append(perf_counter() - start_s)
-    fastest = all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
-    with contextlib.suppress(InputError):  # without a writable cache, each load repeats the test
-        write_atomic(file, str(fastest).encode())
-    return fastest
+    return all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
 
 
 def fits(module: nn.Module) -> bool:
