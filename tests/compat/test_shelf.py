@@ -45,12 +45,6 @@ def test_a_list_is_what_its_card_says(name, lists):
     assert described.eos is None or described.eos in vocab.eog
 
 
-def test_a_tiktoken_file_is_pieces_by_rank(tmp_path):
-    path = tmp_path / "o.tiktoken"
-    path.write_text("/w== 2\nIHRoZQ== 0\n\nYQ== 4")
-    assert build.read_tiktoken(path) == [b" the", b"", b"\xff", b"", b"a"]
-
-
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_list_of_smollm2_can_be_made_again(tmp_path):

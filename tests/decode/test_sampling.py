@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.sampling import Draws, Sampling, argmax
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.errors import NonFiniteLogits
 
 # the second makes ties common, the third differences that exp cannot see
 FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
@@ -70,15 +70,6 @@ def test_nan_and_infinity_raise_wherever_they_stand(bad, size, settings):
             settings.probabilities(row)
     with pytest.raises(NonFiniteLogits, match="-inf at token 0"):
         settings.probabilities(float32([-math.inf] * size))
-
-
-BAD = {"temperature": (-0.1, math.nan, 101), "top_k": (-1,), "top_p": (0.0, 1.1, math.nan), "seed": (-1,)}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
-def test_bad_settings_are_refused_with_the_value(name, value):
-    with pytest.raises(InputError, match=f"{name} .*{value}"):
-        Sampling(**{name: value})
 
 
 @given(

@@ -12,7 +12,6 @@ from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import read_header
 from specnb.lm.gguf.model import GgufModel
 from specnb.lm.load import load
-from specnb.lm.probe import certify
 from tests.tiny_models import llama_gguf, mamba_gguf
 
 IDS = [4, 9, 6, 7, 8, 11, 5, 10]
@@ -108,17 +107,6 @@ def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, 
     with pytest.raises(CapacityError):
         model.forward([5])
     model.close()
-
-
-def test_the_probe_detects_a_missing_padding(files):
-    """If mode 1 is not sufficient, the selected padding makes the widths equal."""
-    chosen = {kind: GgufModel.open(path, exact="true", threads=1) for kind, path in files.items()}
-    for model in chosen.values():
-        engine, widest = model._engine, model.caps.same_bits_up_to
-        assert certify(model) == widest
-        padding, engine.padding = engine.padding, 1
-        assert certify(model) < widest or padding == 1
-        model.close()
 
 
 def test_auto_is_exact_if_that_is_free_and_uses_the_fastest_settings_otherwise(files, tmp_path):

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from specnb.errors import EngineError, InputError, StateError
 from specnb.lm.hf.hidden import final_norm, pre_norm_states
 from specnb.lm.hf.model import HfModel
-from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
@@ -110,33 +109,17 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
             assert {*found} >= {*(known if kind != "mamba" else known[-1:])}
 
 
-def test_padded_single_steps_have_one_state():
-    model = opened(dtype=torch.bfloat16, decoder="auto")
-    assert model._engine.decoder.rows > 1
-    model.watch_hidden()
-    for step, token in enumerate(IDS[:4]):
-        model.forward([token])
-        assert held(model, IDS[: step + 1], close=0.2) == [step]
-    model.forward_tree(IDS[4:8], Tree((-1, -1, 1, 0)))
-    model.keep_path([1, 2])
-    assert held(model, [*IDS[:4], IDS[5], IDS[6]], close=0.2) == [4, 5]
-
-
-def test_one_hook_is_added_on_the_first_request_only():
+def test_the_hook_is_added_once_ignores_other_passes_and_is_removed():
     model = opened()
     norm = final_norm(model.network)
-    assert not norm._forward_hooks
-    model.forward_tree(IDS[:3], Tree((-1, -1, 1)))
     hidden = model.watch_hidden()
     assert model.watch_hidden() is hidden and len(norm._forward_hooks) == 1
-    model.keep_path([1, 2])
-    assert held(model, IDS[1:3]) == []  # that pass was before the hook
     model.forward(IDS[4:6])
     with model.network.lm_head.register_forward_hook(lambda *_: 1 / 0), pytest.raises(EngineError):
         model.forward(IDS[20:23])
     model.forward(IDS[4:6])
-    model.locate_nonfinite(IDS[20:30])  # the hook ignores this pass
-    assert held(model, [*IDS[1:3], *IDS[4:6], *IDS[4:6]]) == [4, 5]
+    model.locate_nonfinite(IDS[20:30])
+    assert held(model, [*IDS[4:6], *IDS[4:6]]) == [2, 3]
     model.close()
     assert not norm._forward_hooks
     for use in (lambda: hidden.at(3), model.watch_hidden, lambda: model.network):

@@ -185,6 +185,8 @@ def test_weights_count_all_parts_in_the_requested_type(tmp_path):
     sizes = {
         str(tmp_path / "big-00001-of-00003.gguf"): 6,
         "smollm2-135m": entry.member_bytes,
+        "smollm2-135m?backend=hf&dtype=int4": entry.member_bytes,
+        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # float32 by default
         "smollm2-135m?backend=hf&dtype=bfloat16": 2 * entry.parameters,
         str(folder): stored,
         f"{folder}?dtype=float16": stored // 2,
