@@ -1,7 +1,5 @@
 """GGUF files in llama.cpp: bad files and arguments raise one error, and never abort the process."""
 
-from contextlib import closing
-
 import gguf
 import numpy as np
 import pytest
@@ -121,8 +119,8 @@ def test_auto_is_exact_if_that_is_free_and_uses_the_fastest_settings_otherwise(f
             each.close()
 
 
-def test_calls_on_which_llama_cpp_would_abort_raise_errors(file, tmp_path, monkeypatch):
-    """A closed model, a file without a vocabulary, an encoder, a character without tokens."""
+def test_calls_on_which_llama_cpp_would_abort_raise_errors(file, tmp_path):
+    """A closed model, a file without a vocabulary, a character without tokens."""
     model = GgufModel.open(file, threads=1)
     assert model.vocab.decode(model.encode("ab c")) == " ab c"
     with pytest.raises(InputError, match="'Z'"):
@@ -141,11 +139,6 @@ def test_calls_on_which_llama_cpp_would_abort_raise_errors(file, tmp_path, monke
     bare = llama_gguf(tmp_path / "bare.gguf", vocab=False)
     with pytest.raises(LoadError, match="vocabulary"):
         GgufModel.open(bare, threads=1)
-    with monkeypatch.context() as patch, pytest.raises(LoadError, match="encoder"):
-        patch.setattr(binding.load_library().api, "llama_model_has_encoder", lambda _model: True)
-        GgufModel.open(file, threads=1)
-    with closing(GgufModel.open(llama_gguf(tmp_path / "bytes.gguf", all_bytes=True))) as model:
-        assert model.encode("🙂")[1:] == [259, *(3 + b for b in "🙂".encode())]
 
 
 # ---- tensors
