@@ -109,7 +109,6 @@ TOKENIZERS = {
     "smollm": byte_level,
     "smollm without some bytes": lambda: byte_level(all_bytes=False),
     "qwen2": lambda: byte_level([split(words_of("qwen2"))]),
-    "qwen35": lambda: byte_level([split(words_of("qwen35"))]),
     "llama-bpe": lambda: byte_level([split(words_of("llama-bpe"))], ignore_merges=True),
 }
 
@@ -138,8 +137,6 @@ def changed(**parts):
 TOKENIZERS_OF_TORCH = {
     "Split": lambda: byte_level([split(r"\p{L}+|\d")]),
     "NFKC": lambda: changed(normalizer=normalizers.NFKC()),
-    "ignore_merges": lambda: byte_level(ignore_merges=True),
-    END: lambda: byte_level(all_bytes=False, unk_token=END),
     "<x>": lambda: changed(tokens=[AddedToken("<x>", lstrip=True)]),
 }
 
