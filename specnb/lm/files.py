@@ -94,25 +94,33 @@ def parse(name: str, **options: Any) -> ModelSpec:
 
 def _where(source: str) -> str:
     """Return the kind of source that a name means, see `ModelSpec`."""
+    if is_zoo_name(source):
+        find_entry(source)  # checks the type
+        return "zoo"
+    if HUB_GGUF.fullmatch(source):
+        return "hub"
+    if source.endswith(".gguf"):
+        return "gguf"
     path = expand_home(source.removeprefix("hf:"))
-    if not is_zoo_name(source):
-        if HUB_GGUF.fullmatch(source):
-            return "hub"
-        if source.endswith(".gguf"):
-            return "gguf"
-        on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
-        if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
-            return "hf"
-        if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
-            expected = "expected a .gguf file or the folder of a transformers model"
-            raise InputError(f"got the file {source}, {expected}")
-        if "/" in source or "\\" in source:
-            hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
-            if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
-                hint = f"did you mean hf:{source}?"
-            raise InputError(f"no such folder: {source}: {hint}")
-    find_entry(source)  # raises InputError with similar names
-    return "zoo"
+    on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
+    if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
+        return "hf"
+    if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
+        expected = "expected a .gguf file or the folder of a transformers model"
+        raise InputError(f"got the file {source}, {expected}")
+    if "/" in source or "\\" in source:
+        hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
+            hint = f"did you mean hf:{source}?"
+        raise InputError(f"no such folder: {source}: {hint}")
+    raise _unknown(source)
+
+
+def _unknown(name: str) -> InputError:
+    """Return the error for an unknown model, with similar names and the list of all names."""
+    names = [*ENTRIES, *embedded_names(), *DRAFTERS]
+    similar = did_you_mean(name.lower().partition(":")[0], names)
+    return InputError(f"unknown model in {name!r}: {similar}there are {', '.join(names)}")
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
@@ -201,12 +209,11 @@ def is_zoo_name(text: str) -> bool:
 def find_entry(name: str) -> tuple[ZooEntry, str | None]:
     """Return the entry and the type of the copy, None for the shipped file and its type.
 
-    Raises InputError with similar names and the list of all names.
+    Raises InputError for an unknown name or type.
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        names = [*ENTRIES, *embedded_names(), *DRAFTERS]
-        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, names)}there are {', '.join(names)}")
+        raise _unknown(name)
     entry = ENTRIES[base]
     if colon:
         require_known(f"type of {entry.name}", kind, (*entry.derived_bytes, entry.shipped_type))

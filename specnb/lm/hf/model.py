@@ -69,9 +69,11 @@ class HfModel(RewindableModel, TreeModel):
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.tokenizer_vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
+        self._hidden: HiddenStates | None = None
+        self._layer_states: WeakSet[LayerStates] = WeakSet()
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
-        int4 = any(isinstance(module, BlockLinear) for module in model.modules())
+        # 1. Run our own forward pass if it supports the model, else transformers'.
         no_decoder = refuse(model)
         if not no_decoder and decoder != AUTO:
             no_decoder = "requested by the option"
@@ -82,8 +84,7 @@ class HfModel(RewindableModel, TreeModel):
             rows = 1 if exact == "false" else ROWS
             self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=rows))
             packed = self._engine.decoder.packed
-        self._hidden: HiddenStates | None = None
-        self._layer_states: WeakSet[LayerStates] = WeakSet()
+        int4 = any(isinstance(module, BlockLinear) for module in model.modules())
         self.rollback = Recompute(self._engine)
         self.caps = Capabilities(
             engine="torch",
@@ -101,6 +102,7 @@ class HfModel(RewindableModel, TreeModel):
                 "attention": config._attn_implementation if no_decoder else "blocks of 4 to 16 rows",
             },
         )
+        # 2. Find how tokens must be fed, and an exact rollback.
         with hf_files.quiet():  # the first forward passes warn about fast kernels that are missing
             # recurrent models, and configs that may be encoders
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
@@ -109,6 +111,7 @@ class HfModel(RewindableModel, TreeModel):
                 kind: partial(_recorder, kind, self._engine, rollback_depth) for kind in ("replay", "snapshots")
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
+        # 3. Check trees; our own forward pass supports them.
         no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
         details = dict(self.caps.details)
         if steps in STEPS:
@@ -120,6 +123,7 @@ class HfModel(RewindableModel, TreeModel):
             trees=not no_trees,
             trees_reason=no_trees,
         )
+        # 4. Certify equal bits, and let the number of threads follow the free cores.
         most = torch.get_num_threads()
         counts = thread_counts(most) if follow_cores and model.device.type == "cpu" else [most]
         any_time = not no_decoder and exact != "false" and self._certify(counts)
