@@ -65,7 +65,8 @@ def join_engine(draft: str, target: str) -> str:
     'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
     """
     try:
-        spec, target_spec = parse(draft), parse(target)
+        spec = parse(draft)
+        target_spec = parse(target)
     except InputError:  # no model, or a target made in memory
         return draft
     if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:

@@ -192,7 +192,9 @@ class Decoder:
         to return.
         """
         n = len(x)
-        H, G, d = self.H, self.G, self.d
+        H = self.H
+        G = self.G
+        d = self.d
         half = d // 2
         pad = max(0, self.rows - n)
         self._reserve(n_held + n)
@@ -253,7 +255,8 @@ class Decoder:
 
     def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
         """Return the attention of a few tokens in one call, faster than the general `plan`."""
-        G, d = self.G, self.d
+        G = self.G
+        d = self.d
         shared = self.H // G
         # In float32, the bits of a row may depend on the number of rows. In bfloat16 they do not,
         # except that CPUs with AVX2 only use another kernel for fewer than four rows.

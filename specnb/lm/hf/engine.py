@@ -120,7 +120,8 @@ class SavedState(NamedTuple):
         """Restore the recurrent states of `cache`, which must not be empty, but not attention."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
-            layer.conv_states, layer.recurrent_states = _copies(conv), _copies(states)
+            layer.conv_states = _copies(conv)
+            layer.recurrent_states = _copies(states)
 
 
 def _copies(states: States) -> States:
