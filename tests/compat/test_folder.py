@@ -104,7 +104,8 @@ def test_a_folder_of_a_drafter_without_a_tokenizer_drafts_in_the_targets_vocabul
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     vocab = [(piece, -1.0) for piece in ("<unk>", "▁", "▁a", "<0x0A>", "<0xFF>", "b")]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.ByteFallback()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.ByteFallback()
     tokenizer.add_special_tokens(["<unk>"])
     d = read_folder(folder_of(tmp_path / "m", tokenizer.to_str(), {"vocab_size": 6}))
     assert d.vocab.pieces == (b"<unk>", b" ", b" a", b"\n", b"\xff", b"b")
@@ -133,7 +134,8 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
     path = zoo_file("smollm2-135m")
-    header, folder = read_gguf(path), read_folder(dequantize_once(path))
+    header = read_gguf(path)
+    folder = read_folder(dequantize_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("pieces", "special", "eog", "kind"):

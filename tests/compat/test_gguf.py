@@ -19,9 +19,20 @@ from specnb.lm.gguf import binding
 from specnb.lm.gguf.header import read_header
 from tests.tiny_models import BYTES, llama_gguf, sentencepiece_tokens
 
-U32, I32, F32, BOOL, STRING, ARRAY, U64 = 4, 5, 6, 7, 8, 9, 10
+U32 = 4
+I32 = 5
+F32 = 6
+BOOL = 7
+STRING = 8
+ARRAY = 9
+U64 = 10
 NUMBERS = {U32: "I", I32: "i", F32: "f", U64: "Q"}
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 LETTERS = [*map(chr, (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100 + 68)))]
 """The alphabet of byte-level BPE, in no particular order."""
 
@@ -113,8 +124,10 @@ def test_every_field_that_a_header_states(tmp_path):
 def as_llama_cpp(path):
     """What llama.cpp says of the file itself is what is described from its key-values alone."""
     d = read_gguf(path)
-    api, llama = binding.load_library().api, binding.FileTokenizer(path)
-    vocab, raw = llama.vocab, api.llama_model_get_vocab(llama.model)
+    api = binding.load_library().api
+    llama = binding.FileTokenizer(path)
+    vocab = llama.vocab
+    raw = api.llama_model_get_vocab(llama.model)
     assert d.add_eos == api.llama_vocab_get_add_eos(raw)
     assert d.pad == (api.llama_vocab_pad(raw) if api.llama_vocab_pad(raw) >= 0 else None)
     for field in ("pieces", "kind", "pre", "bos", "eos", "eog", "special", "add_bos", "chat_template"):
@@ -139,7 +152,8 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
     tokens = [t.decode() for t in sentencepiece_tokens(all_bytes=True)]
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
     kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # on these llama.cpp ends the process
-    types, scores = [kinds.get(t, NORMAL) for t in tokens], [float(i) for i in range(len(tokens))]
+    types = [kinds.get(t, NORMAL) for t in tokens]
+    scores = [float(i) for i in range(len(tokens))]
     stated = ggml(model=model, tokens=tokens, scores=scores, token_type=types)
     d = as_llama_cpp(file_of(tmp_path, pair("general.architecture", "llama"), *stated))
     assert d.vocab.pieces[tokens.index("<0x0A>")] == (b"\n" if model != "bert" else b"<0x0A>")
@@ -148,7 +162,8 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
 
 @pytest.mark.model
 def test_the_real_header_is_what_llama_cpp_reads(opened):
-    d, model = as_llama_cpp(zoo_file("smollm2-135m")), opened("smollm2-135m")
+    d = as_llama_cpp(zoo_file("smollm2-135m"))
+    model = opened("smollm2-135m")
     assert d.vocab.pieces == model.vocab.pieces and d.merges["count"] == 48900
     assert (d.n_tokens, d.vocab_size, d.n_ctx) == (49152, 49152, 8192)
     assert d.encode("Hello 12 é") == model.encode("Hello 12 é", special=False)
@@ -235,10 +250,12 @@ class Odd:
     """A sound model file, written again with changes."""
 
     def __init__(self, path):
-        self.data, self.header = path.read_bytes(), read_header(path)
+        self.data = path.read_bytes()
+        self.header = read_header(path)
         start = 24 + sum(map(len, self.header.packed.values()))
         end = start + sum(24 + len(name) + 8 * len(shape) for name, shape in self.header.shapes.items())
-        self.infos, self.tensors = self.data[start:end], self.data[-(-end // 32) * 32 :]
+        self.infos = self.data[start:end]
+        self.tensors = self.data[-(-end // 32) * 32 :]
 
     def made(self, pairs=None, *, n_tensors=None, n_keys=None, version=3, without=()):
         pairs = {k: v for k, v in (self.header.packed | (pairs or {})).items() if k not in without}

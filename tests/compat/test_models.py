@@ -58,7 +58,8 @@ def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_
              "deepseek-r1-distill-qwen-32b": "target", "hermes-4-70b": None, "qwen2.5-72b": "target",
              "qwen3-next-80b-a3b-instruct": "target, draft"}  # fmt: skip
     assert {name: rows[name].roles for name in roles} == roles
-    facts, file = rows["qwen2.5-72b"], rows["middle.gguf"]
+    facts = rows["qwen2.5-72b"]
+    file = rows["middle.gguf"]
     assert (facts.source, facts.licence, facts.n_bytes, facts.path) == ("hf:Qwen/Qwen2.5-72B", "Qwen", None, None)
     assert (file.source, file.n_bytes, file.path) == (str(copies), file.path.stat().st_size, copies / "middle.gguf")
 

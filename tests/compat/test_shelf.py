@@ -31,9 +31,12 @@ def test_names_and_sums_are_those_of_the_lists_and_models():
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_is_what_its_card_says(name, lists):
-    described, footer = lists[name], parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
+    described = lists[name]
+    footer = parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
     stated = json.loads(footer[META_KEY])
-    source, vocab, n = build.sources()[name], described.vocab, described.n_tokens
+    source = build.sources()[name]
+    vocab = described.vocab
+    n = described.n_tokens
     row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:5] == [stated["model"], f"{n:,}", f"{described.vocab_size:,}", stated["licence"]]

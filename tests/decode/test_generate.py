@@ -49,7 +49,9 @@ class Adding(toy.ToyLM):
 def test_a_prompt_has_one_bos_and_ends_where_its_text_ends(before, after):
     """A tokenizer may add EOS to a text, and a chat template BOS. A prompt goes on, so nothing follows it."""
     model = with_vocab(chat_template=TEMPLATE, add_bos=bool(before))
-    model.__class__, model.before, model.after = Adding, before, after
+    model.__class__ = Adding
+    model.before = before
+    model.after = after
     messages = [{"role": "user", "content": "cd"}, {"role": "user", "content": "b"}]
     assert prompt_ids(model, messages) == (0, 2, 3, 1)
     assert prompt_ids(model, Prompt(id="p", category="chat", messages=messages)) == (0, 2, 3, 1)
@@ -128,8 +130,11 @@ def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
 
 
 def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_recorded(monkeypatch):
-    closed, target, drafter = [], toy.cyclic(5), LookupDrafter()
-    target.close, drafter.close = lambda: closed.append("target"), lambda: closed.append("drafter")
+    closed = []
+    target = toy.cyclic(5)
+    drafter = LookupDrafter()
+    target.close = lambda: closed.append("target")
+    drafter.close = lambda: closed.append("drafter")
     loaded = iter([LoadedDrafter(drafter), LoadedDrafter(drafter), LoadedDrafter(None, "LoadError: damaged")])
     monkeypatch.setattr(load_room, "checked_name", lambda name: None)
     monkeypatch.setattr(load_room, "load", lambda name: target)
@@ -149,7 +154,8 @@ def test_a_stream_is_the_text_and_says_which_pieces_were_drafted():
     """Pieces are halves of a character, too."""
     pieces = (b"a", b"b\xc3", b"\xa9", b"c", b"")
     target = toy.ToyLM(toy.cyclic(5)._logits_of, Vocabulary(pieces, bos=0))
-    stream, shown = TextStream(target.vocab), []
+    stream = TextStream(target.vocab)
+    shown = []
     made = generate(target, [0], drafter=ModelDrafter(toy.ToyLM(toy.cyclic(5)._logits_of, target.vocab)), k=3,
                     max_new_tokens=12, on_round=lambda r: shown.extend(stream.pieces(r)))  # fmt: skip
     assert made.text == "".join(piece for piece, _ in shown)

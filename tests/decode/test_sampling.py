@@ -81,12 +81,14 @@ def test_a_draw_inverts_the_cumulative_weights_and_skips_zeros(weights, u):
     got = drawing(u).categorical(np.array(weights))
     total = math.fsum(weights)
     assert weights[got] > 0
-    below, through = math.fsum(weights[:got]) / total, math.fsum(weights[: got + 1]) / total
+    below = math.fsum(weights[:got]) / total
+    through = math.fsum(weights[: got + 1]) / total
     assert below - 1e-12 <= u <= through + 1e-12
 
 
 def test_rounding_past_the_end_falls_on_the_last_entry_with_weight():
     """A sum this small times 0.999… rounds up to the sum itself, which no edge exceeds."""
-    weights, u = np.array([0.0, 5e-324, 0.0]), 1 - 2**-53
+    weights = np.array([0.0, 5e-324, 0.0])
+    u = 1 - 2**-53
     assert u * weights.sum() == weights.sum()
     assert drawing(u).categorical(weights) == 1

@@ -32,7 +32,8 @@ def brute_force(tokens, n_min, n_max, k, factor):
 @settings(max_examples=300)
 def test_lookup_is_the_longest_then_most_recent_match(tokens, parts, sizes, k, factor):
     grown = []
-    view, drafter = TokenView(grown), LookupDrafter(sizes[1], sizes[0], factor)
+    view = TokenView(grown)
+    drafter = LookupDrafter(sizes[1], sizes[0], factor)
     drafter.start(view)
     for size in [*parts, len(tokens)]:
         grown.extend(tokens[len(grown) : len(grown) + size])

@@ -33,7 +33,8 @@ def copies(text, k, factor):
 @settings(max_examples=300)
 def test_a_draft_follows_the_longest_match(tokens, parts, k, factor):
     grown = []
-    view, drafter = TokenView(grown), SuffixDrafter(factor)
+    view = TokenView(grown)
+    drafter = SuffixDrafter(factor)
     drafter.start(view)
     for size in [*parts, len(tokens)]:
         grown.extend(tokens[len(grown) : len(grown) + size])

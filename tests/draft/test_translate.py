@@ -34,7 +34,8 @@ ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b"
 def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(pieces, others, special):
     target = model(pieces, special=frozenset(i for i in special if i < len(pieces)))
     draft = model(others, special=frozenset(i for i, p in enumerate(others) if p == b"<s>"))
-    both, by_id = pairs(target, draft), ids_agree(Tokens(target), Tokens(draft))
+    both = pairs(target, draft)
+    by_id = ids_agree(Tokens(target), Tokens(draft))
     assert [*both] == sorted(both), "in the order of ids"
     assert len(set(both.values())) == len(both), "one to one"
     for d, t in both.items():
@@ -110,7 +111,8 @@ def test_written_is_exact_or_nothing():
 
 
 def test_what_shares_no_piece_or_has_no_tokenizer_is_not_translated():
-    letters, others = model([b"a", b"b"]), model([b"zz"])
+    letters = model([b"a", b"b"])
+    others = model([b"zz"])
     assert choose_translation(Tokens(letters), Tokens(others)).way is Translation.NONE
     with pytest.raises(VocabularyMismatch, match="lookup"):
         fit_drafter(others, letters)

@@ -80,7 +80,8 @@ def test_the_decoder_computes_what_transformers_does(name):
     judge = transformers_rows(network(name, torch.float64))
     spread = judge.std()
     for dtype, bound in ((torch.float64, 1e-5), (torch.float32, 1e-4), (torch.bfloat16, inf)):
-        model, expected = opened(name, dtype), transformers_rows(network(name, dtype))
+        model = opened(name, dtype)
+        expected = transformers_rows(network(name, dtype))
         model.forward(IDS[:20], 0)
         rows = np.concatenate([model.forward(IDS[20:21]), model.forward(IDS[21:])])
         assert abs(rows - expected[20:]).max() < bound * spread
@@ -102,7 +103,8 @@ def test_hidden_states_of_tapped_layers_are_returned():
 
 
 def test_a_model_of_some_blocks_equals_a_network_of_these_blocks():
-    model, net = opened("qwen3"), network("qwen3")
+    model = opened("qwen3")
+    net = network("qwen3")
     net.model.layers = net.model.layers[1:]
     np.testing.assert_allclose(model.keep_blocks([1]).forward(IDS), transformers_rows(net), atol=1e-4)
     np.testing.assert_array_equal(model.keep_blocks([0, 1]).forward(IDS), model.forward(IDS))
@@ -163,7 +165,8 @@ def test_the_probe_detects_a_lone_row_by_another_kernel(monkeypatch):
     model = opened()
     if not model.caps.same_bits_up_to:
         pytest.skip("this CPU rounds rows by their number anyway")
-    model._engine.decoder.rows, right = 1, Product.__call__
+    model._engine.decoder.rows = 1
+    right = Product.__call__
 
     def product(self, x, activation="none"):
         y = right(self, x, activation)

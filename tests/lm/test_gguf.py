@@ -24,7 +24,8 @@ def file(tmp_path_factory):
 def test_other_files_and_truncated_ones_are_rejected(file, tmp_path, capfd):
     with pytest.raises(InputError, match="absent"):
         load(tmp_path / "absent.gguf")
-    data, path = file.read_bytes(), tmp_path / "cut.gguf"
+    data = file.read_bytes()
+    path = tmp_path / "cut.gguf"
     for content in (*(data[:cut] for cut in CUTS), b"hello, I am text"):
         path.write_bytes(content)
         for use in (GgufModel.open, binding.FileTokenizer, lambda p: binding.requantize(p, tmp_path / "out", "q8_0")):
@@ -62,7 +63,8 @@ def test_memory_for_all_parts_and_the_context_is_checked_first(file, tmp_path, m
 @pytest.mark.parametrize("kv", ["f16", "mixed"])
 def test_cache_types_agree_and_only_float32_differs_by_rounding_alone(file, files, kv):
     for path, options in ((file, {"kv": kv}), (files["q8_0"], {"kv": kv, "exact": "true"})):
-        model, other = GgufModel.open(path, threads=1, exact="false"), GgufModel.open(path, threads=1, **options)
+        model = GgufModel.open(path, threads=1, exact="false")
+        other = GgufModel.open(path, threads=1, **options)
         assert model.caps.lossless_dtype == (path == file) and not other.caps.lossless_dtype
         np.testing.assert_allclose(other.forward(IDS), model.forward(IDS), atol=0.1)
         for each in (model, other):
@@ -87,7 +89,8 @@ def files(file, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"])
 def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, n_ctx):
     model = GgufModel.open(files[kind], n_ctx=n_ctx, exact=exact, threads=1)
-    n_ctx, widest = model.caps.n_ctx, model.caps.same_bits_up_to
+    n_ctx = model.caps.n_ctx
+    widest = model.caps.same_bits_up_to
     ids = (IDS * 8)[:n_ctx]
 
     def rows(step):
@@ -109,7 +112,8 @@ def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, 
 
 def test_auto_is_exact_if_that_is_free_and_uses_the_fastest_settings_otherwise(files, tmp_path):
     for kind, path in (files | {"recurrent": mamba_gguf(tmp_path / "mamba.gguf")}).items():
-        model, fastest = GgufModel.open(path), GgufModel.open(path, exact="false")
+        model = GgufModel.open(path)
+        fastest = GgufModel.open(path, exact="false")
         assert fastest.caps.same_bits_up_to == 0
         if model.caps.same_bits_up_to:
             assert model._engine.padding == 1, kind

@@ -40,13 +40,15 @@ def opened(
     return HfModel(network(kind, dtype), None, name=kind, rollback=strategy, decoder=decoder)
 
 
-shared, reference = cache(opened), cache(network)
+shared = cache(opened)
+reference = cache(network)
 
 
 def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
     """Return the positions with states, after a comparison with transformers without a cache."""
     assert model.n_past == len(text)
-    hidden, found = model.watch_hidden(), []
+    hidden = model.watch_hidden()
+    found = []
     if text:
         net = reference(model.name, model.network.dtype)
         with torch.inference_mode(), pre_norm_states(net) as before:
@@ -80,7 +82,9 @@ actions = st.lists(
 @given(actions=actions)
 def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, decoder, actions):
     """After a repeated pass, the states are those of that pass (for mamba, of its last token)."""
-    model, text, known = shared(kind, strategy, decoder=decoder), [], []
+    model = shared(kind, strategy, decoder=decoder)
+    text = []
+    known = []
     model.reset()
     assert held(model, text) == []
     for action, n, extra in actions:
@@ -89,7 +93,8 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
         new = IDS[len(text) :][:n]
         if action == "forward":
             model.forward(new, min(extra, n))
-            known, text = [*range(len(text), len(text) + n)], text + new
+            known = [*range(len(text), len(text) + n)]
+            text = text + new
         elif action == "tree" and model.caps.trees:
             tree = random_tree(n, extra)
             model.forward_tree(new, tree)
@@ -97,7 +102,8 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
                 model.watch_hidden().at(len(text))
             path = tree.path(extra % (n + 1) - 1)
             model.keep_path(path)
-            known, text = [*range(len(text), len(text) + len(path))], text + [new[node] for node in path]
+            known = [*range(len(text), len(text) + len(path))]
+            text = text + [new[node] for node in path]
         elif action == "rewind":
             model.rewind(min(n, len(text)))
             text = text[: max(0, len(text) - n)]

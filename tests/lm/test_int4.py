@@ -109,7 +109,8 @@ def test_a_file_opens_with_its_weights(file):
         specnb.load(f"{file}?backend=hf&dtype={kind}") for kind in ("float32", "int4", "int4&coarse=true")
     )
     ids = [5, 9, 4, 30, 31, 17]
-    expected, got = wide.forward(ids), model.forward(ids)
+    expected = wide.forward(ids)
+    got = model.forward(ids)
     assert model.caps.dtype == "int4" and vars(model.vocab) == vars(wide.vocab)
     assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected - expected.mean(1, keepdims=True))
     assert (model.network.lm_head.matrix.bits, coarse.network.lm_head.matrix.bits) == (8, 4)
@@ -166,7 +167,8 @@ def test_a_layer_that_the_kernel_does_not_support_keeps_its_bias(tmp_path):
     net = torch_model("llama", num_key_value_heads=1, head_dim=8, attention_bias=True)
     for layer in net.model.layers:
         layer.self_attn.k_proj.bias.data.fill_(2.0)
-    file, names = tmp_path / "biased.gguf", gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    file = tmp_path / "biased.gguf"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     out = gguf.GGUFWriter(str(file), "llama")
     for key, value in net.state_dict().items():
         module, _, part = key.rpartition(".")

@@ -55,7 +55,8 @@ def test_a_certificate_is_the_minimum_over_numbers_of_threads_and_is_cached(diff
     """With one thread, passes of the widths `differ` round differently."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     model = toy.markov(8, seed=1)
-    right, now = model.forward, []
+    right = model.forward
+    now = []
     model.forward = lambda ids, n_logits=None: right(ids, n_logits) * (1 + 1e-6 * (now[-1] == 1 and len(ids) in differ))
     for _ in range(2):
         assert certified(model, [1, 2], now.append) == expected

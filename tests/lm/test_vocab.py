@@ -26,7 +26,8 @@ def config(vocab_size: int, eos_token_id: int | None = None) -> SimpleNamespace:
 @given(piece_lists, piece_lists)
 @example((b"ab", b"c"), (b"a", b"bc"))
 def test_the_first_difference_is_the_first_different_piece(a, b):
-    left, right = Vocabulary(a), Vocabulary(b)
+    left = Vocabulary(a)
+    right = Vocabulary(b)
     at = first_difference(left, right)
     assert (at is None) == (a == b)
     if at is not None:
