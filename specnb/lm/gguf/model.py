@@ -173,8 +173,10 @@ class GgufModel(RewindableModel):
             raise InputError(f"gpu_layers is {gpu_layers}, but {reason}")
         n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(n_bytes, name=name)
-        plan = partial(
-            Plan,
+        header = sound_header(path)
+        # forward passes of a recurrent model cannot be padded, and are not probed
+        certifiable = exact != "false" and not states_recurrence(header)
+        plan = Plan(
             n_ctx=n_ctx,
             kv=kv,
             gpu_layers=gpu_layers,
@@ -182,15 +184,14 @@ class GgufModel(RewindableModel):
             depth=rollback_depth,
             n_bytes=n_bytes,
             counts=[threads] if threads else thread_counts(available_cores()),
+            paddings=[*PADDINGS] if exact == "true" else [""],
         )
-        header = sound_header(path)
-        # forward passes of a recurrent model cannot be padded, and are not probed
-        if exact != "false" and not states_recurrence(header):
-            opened = cls._open(header, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))
+        if certifiable:
+            opened = cls._open(header, name, plan)
             if exact == "true" or opened.caps.same_bits_up_to:
                 return opened
             opened.close()
-        return cls._open(header, name, plan(paddings=[]))
+        return cls._open(header, name, replace(plan, paddings=[]))
 
     @classmethod
     def _open(cls, header: Header, name: str, plan: Plan) -> "GgufModel":

@@ -171,10 +171,10 @@ def is_fastest(wide: str) -> bool:
     version and `wide`. The result is cached on disk.
     """
     key = [*kernel_facts(), torch.__version__, torch.get_num_threads(), wide]
-    return probed_once("int4", key, lambda: str(_time_products(wide))) == "True"
+    return probed_once("int4", key, lambda: str(_test_speed(wide))) == "True"
 
 
-def _time_products(wide: str) -> bool:
+def _test_speed(wide: str) -> bool:
     layer = nn.Linear(PROBED_SIZE, PROBED_SIZE, bias=False, dtype=getattr(torch, wide))
     row_bytes = PROBED_SIZE // GROUP * LAYOUTS[Kind.Q4_0][0]
     blocks = np.zeros((PROBED_SIZE, row_bytes), np.uint8)
