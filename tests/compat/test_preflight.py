@@ -65,7 +65,7 @@ def test_real_drafters_are_pure_and_see_their_own_drafts(model):
         network = drafter.model
         assert checks.purity(drafter, TOKENS[:2], 4)[0] == "ok"
         verdict, evidence = checks.recurrence(drafter, TOKENS[:2], 4)
-        assert verdict == "ok" and "of 4 rounds" in evidence and drafter.model is network
+        assert verdict == "ok" and "in 4 rounds" in evidence and drafter.model is network
     assert checks.purity(LookupDrafter(), (1, 2, 1, 2, 1), 4)[0] == "ok"
     assert checks.recurrence(LookupDrafter(), TOKENS, 4)[0] == "skipped"
 
@@ -73,7 +73,7 @@ def test_real_drafters_are_pure_and_see_their_own_drafts(model):
 @pytest.mark.parametrize(
     ("check", "drafter", "value"),
     [
-        (checks.recurrence, lambda: Untrimmed(markov(64, order=2)), "after a round that kept 0, draft 1"),
+        (checks.recurrence, lambda: Untrimmed(markov(64, order=2)), "after a round with 0 accepted drafts, draft 1"),
         (checks.purity, Appending, "4 tokens are 5"),
     ],
 )
