@@ -3,7 +3,7 @@
 It keeps its own state. No draft token is evaluated twice: after a round the state is rewound to the
 last accepted draft, and the next round feeds what is missing. That is one token, or two after a
 fully accepted round, whose last draft was sampled but never fed. The model may be a part of the
-target: its first blocks, or all but some of them.
+target (its first blocks, or all but some of them) or a quantized copy of it.
 """
 
 from collections.abc import Sequence
