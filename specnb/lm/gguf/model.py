@@ -256,15 +256,6 @@ class GgufModel(RewindableModel):
             self._require_open()
             return binding.tokenize(self._model, self.vocab, text, special=special)
 
-    def open_engine(self, n_ctx: int) -> "LlamaEngine":
-        """Open another engine with these weights, without a rollback strategy."""
-        self._require_open()
-        kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
-        context = binding.open_context(self._model, n_ctx, kv, threads, flash_attention=flash)
-        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH)
-        weakref.finalize(engine, binding.load_library().api.llama_free, context)
-        return engine
-
     def close(self):
         if self._engine is not None:
             self._engine.close()
