@@ -28,7 +28,7 @@ def test_other_files_and_truncated_ones_are_rejected(file, tmp_path, capfd):
     path = tmp_path / "cut.gguf"
     for content in (*(data[:cut] for cut in CUTS), b"hello, I am text"):
         path.write_bytes(content)
-        for use in (GgufModel.open, binding.FileTokenizer, lambda p: binding.requantize(p, tmp_path / "out", "q8_0")):
+        for use in (GgufModel.open, lambda p: binding.requantize(p, tmp_path / "out", "q8_0")):
             with pytest.raises(LoadError, match=r"cut\.gguf") as caught:
                 use(path)
             assert "no reason" not in str(caught.value)

@@ -173,9 +173,8 @@ class GgufModel(RewindableModel):
             raise InputError(f"gpu_layers is {gpu_layers}, but {reason}")
         n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(n_bytes, name=name)
-        header = sound_header(path)
         # forward passes of a recurrent model cannot be padded, and are not probed
-        certifiable = exact != "false" and not states_recurrence(header)
+        certifiable = not states_recurrence(sound_header(path)) and exact != "false"
         plan = Plan(
             n_ctx=n_ctx,
             kv=kv,
@@ -187,19 +186,19 @@ class GgufModel(RewindableModel):
             paddings=[*PADDINGS] if exact == "true" else [""],
         )
         if certifiable:
-            opened = cls._open(header, name, plan)
+            opened = cls._open(path, name, plan)
             if exact == "true" or opened.caps.same_bits_up_to:
                 return opened
             opened.close()
-        return cls._open(header, name, replace(plan, paddings=[]))
+        return cls._open(path, name, replace(plan, paddings=[]))
 
     @classmethod
-    def _open(cls, header: Header, name: str, plan: Plan) -> "GgufModel":
+    def _open(cls, path: Path, name: str, plan: Plan) -> "GgufModel":
         """Open a file according to `plan`; certify it if the plan has paddings."""
         api = binding.load_library().api
         with ExitStack() as undo:
             # 1. weights: repacked weights are faster, but round depending on the width of a pass
-            model = binding.open_model(header, plan.gpu_layers, repack=not plan.paddings)
+            model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
             # 2. context, with room for padding and snapshots
             plan = plan.completed(model)
