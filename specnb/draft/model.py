@@ -20,6 +20,7 @@ from specnb.draft.translate import TokenIntersection
 from specnb.errors import OTHER_DRAFTERS, CapacityError, InputError, VocabularyMismatch, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import name_copy, parse
+from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.load import load
 
 
@@ -149,8 +150,6 @@ def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: A
 
 def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
     """Raise InputError for a target or a weight type of which no copy can be made."""
-    from specnb.lm.gguf.binding import FILE_TYPES
-
     spec = parse(target)
     require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
