@@ -227,8 +227,9 @@ def probe_trees(model: TreeModel) -> str:
         return f"a tree fails: {error}"
     finally:
         model.reset()
-    same = all(_same_rows(model, *rows) for rows in zip(in_tree, expected, strict=True))
-    return "" if same else "the nodes of a tree do not get the logits of their paths"
+    if all(_same_rows(model, *rows) for rows in zip(in_tree, expected, strict=True)):
+        return ""
+    return "the nodes of a tree do not get the logits of their paths"
 
 
 def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.ndarray:
