@@ -14,17 +14,20 @@ DRAFTERS = {
     "eagle": "specnb.medusa.jump:eagle_drafter",
     "hydra": "specnb.medusa.drafter:hydra_drafter",
     "medusa": "specnb.medusa.drafter:heads_drafter",
-    "self": "specnb.draft.load:self_drafter",
+    "self": "specnb.draft.model:self_drafter",
     "exit": "specnb.draft.model:exit_drafter",
     "skip": "specnb.draft.model:skip_drafter",
 }
 """Drafters that need no model name (`--drafter` in the CLI). Called as `(target, **options)`."""
 
+DRAFT_MODEL = "specnb.draft.model:model_drafter"
+"""Opens a draft model by name. Called as `(name, target, **options)`."""
+
 ENGINES = {"llama": "specnb.lm.gguf.model:GgufModel", "hf": "specnb.lm.hf.model:HfModel"}
 """Classes that open models, by the `backend` of the model name."""
 
 CHECKS = {
-    "self": "specnb.draft.load:refuse_copy",
+    "self": "specnb.draft.model:refuse_copy",
     "medusa": "specnb.medusa.drafter:check_heads",
     "jump": "specnb.medusa.jump:check_jump",
     "hydra": "specnb.medusa.drafter:check_heads",

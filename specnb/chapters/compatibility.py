@@ -17,9 +17,9 @@ from specnb.compat.check import Verdict, predict, reach_of
 from specnb.compat.description import Description
 from specnb.compat.models import opens
 from specnb.compat.read import describe
-from specnb.draft.model import ModelDrafter
+from specnb.draft.model import ModelDrafter, fit_drafter
 from specnb.draft.token_map import Translation
-from specnb.draft.translate import TokenIntersection, fit_drafter
+from specnb.draft.translate import TokenIntersection
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load

@@ -287,7 +287,7 @@ def llama_refusal(name: str) -> str:
     inconsistent positions. `name` is a model that llama.cpp opens.
     """
     with closing(load(name, rollback="recompute")) as model:
-        engine = model.open_engine(2 * len(PROMPT))  # without a rollback strategy
+        engine = model._engine  # bypasses the rollback strategy
         log = binding.load_library().errors
         engine.name = name
         try:

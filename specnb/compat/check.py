@@ -68,7 +68,8 @@ class IdComparison(NamedTuple):
 
 def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
     """Compare two vocabularies id by id. Padding rows (ids that no tokenizer produces) are no mismatch."""
-    a, b = target.by_id, draft.by_id
+    a = target.by_id
+    b = draft.by_id
     differ = [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
     examples = tuple((i, a[i], b[i]) for i in differ[:EXAMPLES])
     return IdComparison(len(a), len(b), differ[0] if differ else None, len(differ), examples)
@@ -124,7 +125,8 @@ class Report(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Return JSON values, with pieces as hexadecimal bytes."""
-        o, ids = self.overlap, self.ids
+        o = self.overlap
+        ids = self.ids
         return self._asdict() | {
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
             "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
@@ -202,7 +204,8 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
         raise InputError(f"got {', '.join(names)}, expected two or more different models")
     rows = []
     for report in (check(target, draft) for target, draft in permutations(described, 2)):
-        ids, overlap = report.ids, report.overlap
+        ids = report.ids
+        overlap = report.overlap
         rows.append({
             "target": report.target,
             "draft": report.draft,
@@ -298,7 +301,8 @@ def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
     if not (target.tokenizer and draft.tokenizer):
         return
     try:
-        ids, others = target.encode(PROBE), draft.encode(PROBE)
+        ids = target.encode(PROBE)
+        others = draft.encode(PROBE)
     except InputError:  # one of them cannot encode a character
         return
     if ids != others:
@@ -416,7 +420,8 @@ def _transformers(target: Description, draft: Description) -> Opinion:
     """Apply the check of transformers 5.23: equal sizes are taken for equal tokenizers."""
     if draft.architecture in DRAFT_HEADS:
         return Opinion(False, f"it has no model class for {draft.architecture}")
-    a, b = target.vocab_size, draft.vocab_size
+    a = target.vocab_size
+    b = draft.vocab_size
     if None in (a, b):
         return Opinion(None, "vocab_size is not known of both")
     if a == b:

@@ -10,14 +10,13 @@ alone a weight counts as a byte.
 """
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 import psutil
@@ -30,8 +29,8 @@ from specnb.errors import FetchError, InputError, LoadError
 from specnb.fetch import gguf_parts
 from specnb.io import read_json, reading
 from specnb.lm import files
-from specnb.lm.files import expand_home, local_file, local_folder, parse, weights_bytes
-from specnb.lm.gguf.header import read_header
+from specnb.lm.files import expand_home, local_file, parse, weights_bytes
+from specnb.lm.gguf.header import ARCHITECTURE, read_header
 from specnb.lm.load import load
 
 QUALITY = 0.7
@@ -44,10 +43,6 @@ OPENED = (
     "certificate",
 )  # fmt: skip
 """Facts of a sheet: fields of a description, and capabilities of an open model."""
-EXPERTS = re.compile(r"_exps\.|\.experts\.")
-"""Tensors of the experts among which a token chooses, in a GGUF and in a folder."""
-EXPERT_KEYS = ("expert_count", "num_experts", "num_local_experts", "n_routed_experts")
-USED_KEYS = ("expert_used_count", "num_experts_per_tok")
 
 
 def opens(name: str | Path) -> bool:
@@ -65,49 +60,23 @@ def weights(name: str) -> int:
 def active_share(name: str) -> float:
     """Return the share of a model's weights that a step reads: below 1 for a mixture of experts.
 
-    Facts state it. Files state how many experts a token uses, and how large the experts are.
+    Facts state it. The header of a GGUF states how many experts a token uses, and how large the
+    experts are; for other models the share is 1.
     """
     if not opens(name):
         fact = shelf_facts().get(name.lower(), {"parameters": 1})
         return fact.get("active_parameters", fact["parameters"]) / fact["parameters"]
     spec = parse(name)
-    path = local_file(spec) if spec.where in ("gguf", "hub") else None
-    if path:
-        parts = [read_header(part) for part in gguf_parts(path)]
-        stated = {key.partition(".")[2]: value for key, value in parts[0].values.items()}
-        shapes = {tensor: shape for part in parts for tensor, shape in part.shapes.items()}
-    elif spec.where == "hf" and weights_bytes(spec):
-        folder = local_folder(spec.source)
-        stated = read_json(folder / "config.json")
-        stated |= stated.get("text_config") or {}
-    else:
+    if spec.where not in ("gguf", "hub"):
         return 1.0
-    n, used = (next(filter(None, map(stated.get, keys)), 0) for keys in (EXPERT_KEYS, USED_KEYS))
+    headers = [read_header(part) for part in gguf_parts(local_file(spec))]
+    architecture = headers[0].get(ARCHITECTURE, str)
+    n, used = (headers[0].get(f"{architecture}.{key}", int, 0) for key in ("expert_count", "expert_used_count"))
     if not (n and used):
         return 1.0
-    if spec.where == "hf":
-        shapes = tensor_shapes(folder)
-    experts = sum(math.prod(shape) for tensor, shape in shapes.items() if EXPERTS.search(tensor))
-    return 1 - (1 - used / n) * experts / sum(map(math.prod, shapes.values()))
-
-
-def tensor_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return the shape of each tensor in the safetensors files of a model folder; no weight is read.
-
-    Raises InputError for a folder without such files, a missing shard, or a damaged file.
-    """
-    from safetensors import safe_open
-
-    paths = sorted(folder.glob("*.safetensors"))
-    if (index := folder / "model.safetensors.index.json").exists():
-        paths = [folder / Path(name).name for name in sorted({*read_json(index).get("weight_map", {}).values()})]
-    if not paths:
-        raise InputError(f"{folder} has no safetensors files: give the folder of a model")
-    shapes = {}
-    for path in paths:
-        with reading(path), safe_open(path, framework="np") as file:
-            shapes |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118 (no mapping)
-    return shapes
+    sizes = {tensor: math.prod(shape) for header in headers for tensor, shape in header.shapes.items()}
+    experts = sum(size for tensor, size in sizes.items() if "_exps." in tensor)
+    return 1 - (1 - used / n) * experts / sum(sizes.values())
 
 
 def sheet(name: str) -> dict[str, Any]:
@@ -163,6 +132,28 @@ def names_in(places: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
+class Candidate(NamedTuple):
+    """A model that may be a target or a draft. `fault` says what is wrong with a damaged file.
+
+    `size` are the bytes of its weights, and `share` the part of them that a step reads.
+    """
+
+    name: str
+    described: Description
+    size: int
+    share: float = 1.0
+    fault: str | None = None
+
+    @property
+    def active(self) -> float:
+        """Bytes of the weights that a step reads."""
+        return self.size * self.share
+
+    def can_draft_for(self, target: "Candidate") -> bool:
+        """Return whether the model is smaller than `target`, and neither of them is damaged."""
+        return 0 < self.size < target.size and not (self.fault or target.fault)
+
+
 def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     """Return every model of the zoo, the checkout, the shelf's facts and `places`, with its roles.
 
@@ -176,28 +167,24 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
         files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
         for name, fact in shelf_facts().items()
     ]
-    described = [describe(row.name, fetch=False) for row in rows]
-    shares = [active_share(row.name) for row in rows]
+    models = [_candidate(row.name, partial(describe, fetch=False)) for row in rows]
     for name in names_in(places):
         file = expand_home(parse(name).source)
-        size = weights(name)
-        model, share, fault = _read(name, describe)
-        row = files.ZooStatus(file.name, str(file.parent), model.licence, size, True, file, roles=fault)
-        rows.append(row)
-        described.append(model)
-        shares.append(share)
-    models = [(*each, set()) for each in zip(rows, shares, _distinct(described), strict=True)]
+        model = _candidate(name, describe)
+        rows.append(files.ZooStatus(file.name, str(file.parent), model.described.licence, model.size, True, file))
+        models.append(model)
+    models = _distinct(models)
+    roles = [set() for _ in models]
     agree = cache(ids_agree)
-    for (target, read, larger, of_target), (draft, drafting, smaller, of_draft) in permutations(models, 2):
-        comparable = larger.vocab and smaller.vocab and bool(target.n_bytes) == bool(draft.n_bytes)
-        large, small = (row.n_bytes or row.parameters or 0 for row in (target, draft))
-        can_win = 0 < small < large and small * drafting < QUALITY * large * read
-        if comparable and can_win and agree(larger.tokens, smaller.tokens):
-            of_target.add("target")
-            of_draft.add("draft")
+    for (i, target), (j, draft) in permutations(enumerate(models), 2):
+        comparable = draft.can_draft_for(target) and opens(draft.name) == opens(target.name)
+        tokens = target.described.tokens, draft.described.tokens
+        if comparable and draft.active < QUALITY * target.active and None not in tokens and agree(*tokens):
+            roles[i].add("target")
+            roles[j].add("draft")
     return [
-        replace(row, roles=row.roles or (model.vocab and ", ".join(sorted(of, reverse=True))))
-        for row, _, model, of in models
+        replace(row, roles=model.fault or (model.described.vocab and ", ".join(sorted(of, reverse=True))))
+        for row, model, of in zip(rows, models, roles, strict=True)
     ]
 
 
@@ -210,48 +197,44 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     """
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
-    sizes = {name: weights(name) for name in names}
     read = cache(describe)
     compared = cache(check)
+    models = _distinct([_candidate(name, read) for name in names])
     short = {name: Path(name).name if name.endswith(".gguf") else name for name in names}
-    active = {}
-    models = []
-    rows = []
-    for name in names:
-        model, share, fault = _read(name, read)
-        models.append(model)
-        active[name] = sizes[name] * share
-        if fault:
-            sizes[name] = 0
-            rows.append((short[name], None, fault, *[None] * 5))
-    described = dict(zip(names, _distinct(models), strict=True))
-    for target, draft in permutations(names, 2):
-        if not 0 < sizes[draft] < sizes[target]:
+    rows = [(short[model.name], None, model.fault, *[None] * 5) for model in models if model.fault]
+    for target, draft in permutations(models, 2):
+        if not draft.can_draft_for(target):
             continue
-        report = compared(described[target], described[draft])
-        c = active[draft] / active[target]
+        report = compared(target.described, draft.described)
         if report.reach == 0:
             continue
+        c = draft.active / target.active
         best = k = None
-        if (reach := report.reach) is not None:
-            best, k = max((predict(reach, k, QUALITY).tau / (1 + k * c), k) for k in range(1, LONGEST + 1))
-        pair = short[target], short[draft], str(report.verdict)
-        rows.append((*pair, c, reach, k, best, best and best > 1))
+        if report.reach is not None:
+            best, k = max((predict(report.reach, k, QUALITY).tau / (1 + k * c), k) for k in range(1, LONGEST + 1))
+        pair = short[target.name], short[draft.name], str(report.verdict)
+        rows.append((*pair, c, report.reach, k, best, best and best > 1))
     table = pd.DataFrame(rows, columns=COLUMNS)
     return table.sort_values(["target", "best_case"], ascending=[True, False], ignore_index=True)
 
 
-def _read(name: str, read: Callable[[str], Description]) -> tuple[Description, float, str | None]:
-    """Return what `read` says of a model, its active share, and what is wrong with a damaged one."""
+def _candidate(name: str, read: Callable[[str], Description]) -> Candidate:
+    """Return what `read` says of a model, its size, and what is wrong with a damaged one."""
     shipped = files.find_entry(name)[0].name if files.is_zoo_name(name) else name
+    size = weights(name)
     try:
         with reading(name):
-            return read(shipped), active_share(name), None
+            return Candidate(name, read(shipped), size, active_share(name))
     except InputError as error:
-        return Description(name, name), 1.0, f"no: {error}"
+        return Candidate(name, Description(name, name), size, fault=f"no: {error}")
 
 
-def _distinct(described: Iterable[Description]) -> list[Description]:
-    """Return one description for all models with the same pieces: vocabularies are compared once."""
+def _distinct(models: Iterable[Candidate]) -> list[Candidate]:
+    """Share one description among models with the same pieces: vocabularies are compared once."""
     first = {}
-    return [first.setdefault(model.vocab.pieces if model.vocab else model, model) for model in described]
+    distinct = []
+    for model in models:
+        vocab = model.described.vocab
+        described = first.setdefault(vocab.pieces if vocab else model.name, model.described)
+        distinct.append(model._replace(described=described))
+    return distinct

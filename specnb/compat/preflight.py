@@ -66,7 +66,7 @@ def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: An
     try:
         verdict, *words = check(*subjects)
     except Exception as error:  # a faulty drafter or model may raise anything
-        return Finding(name, "fail", f"{type(error).__name__}: {error}", "mend what raises this first")
+        return Finding(name, "fail", f"{type(error).__name__}: {error}", "fix this error first")
     issues = tuple(ISSUES[name.partition(" (")[0]]) if verdict == "fail" else ()
     return Finding(name, verdict, *words, issues=issues)
 
@@ -117,8 +117,8 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
             remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
             return "fail", f"{seen}, {given[:8]}… instead of {list(tokens)[:8]}…", remedy
     if proposed[0] != proposed[1]:
-        seen = f"the same tokens are drafted for otherwise the second time: {proposed[0]}, then {proposed[1]}"
-        return "fail", seen, "forget everything in start()"
+        seen = f"the second generation drafts other tokens from the same text: {proposed[0]}, then {proposed[1]}"
+        return "fail", seen, "reset all state in start()"
     return "ok", f"{len(tokens)} tokens unchanged, and the same drafts twice"
 
 
@@ -126,38 +126,41 @@ def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
     """Check that draft step j sees prefix + d1 … d(j-1), also after rounds that accepted 0, 1 and all drafts."""
     model = drafter.model
     if model is None:
-        return "skipped", "the drafter has no model of its own that could be listened to"
+        return "skipped", "the drafter has no model of its own"
     if model.vocab is not drafter.vocab:
-        return "skipped", "the drafts are made in another vocabulary than they are proposed in"
-    recorder = ListeningModel(model)
-    text = list(tokens)
-    steps = 0
-    when = "in the first round"
-    drafter.model = recorder
+        return "skipped", "the draft model has another vocabulary than the drafter"
+    drafter.model = ListeningModel(model)
     try:
-        drafter.start(tuple(text))
-        for kept in (0, 1, k, 0):
-            recorder.asked.clear()
-            proposal = drafter.propose(tuple(text), k, GREEDY)
-            if proposal.tree is not None:
-                return "skipped", "the drafter proposes trees"
-            for j in range(len(proposal.ids)):
-                if (*text, *proposal.ids[:j]) not in recorder.asked:
-                    lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
-                    seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
-                    remedy = "append each draft to the next step's input, and after a round rewind to the tokens kept"
-                    return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
-            steps += len(proposal.ids)
-            kept = min(kept, len(proposal.ids))
-            following = proposal.ids[kept] if kept < len(proposal.ids) else text[-1]
-            text += [*proposal.ids[:kept], (following + 1) % recorder.vocab.size]  # what was drafted there is wrong
-            drafter.commit(tuple(text))
-            when = f"after a round that kept {kept}"
+        return _check_rounds(drafter, drafter.model, [*tokens], k)
     finally:
         drafter.model = model
+
+
+def _check_rounds(drafter: Drafter, recorder: ListeningModel, text: list[int], k: int) -> Result:
+    steps = 0
+    when = "in the first round"
+    drafter.start(tuple(text))
+    for n_accepted in (0, 1, k, 0):
+        recorder.asked.clear()
+        proposal = drafter.propose(tuple(text), k, GREEDY)
+        ids = proposal.ids
+        if proposal.tree is not None:
+            return "skipped", "the drafter proposes trees"
+        for j in range(len(ids)):
+            if (*text, *ids[:j]) not in recorder.asked:
+                lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
+                seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
+                remedy = "feed each draft token to the next step, and after a round rewind to the accepted tokens"
+                return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
+        steps += len(ids)
+        n_accepted = min(n_accepted, len(ids))
+        rejected = ids[n_accepted] if n_accepted < len(ids) else text[-1]
+        text += [*ids[:n_accepted], (rejected + 1) % recorder.vocab.size]
+        drafter.commit(tuple(text))
+        when = f"after a round with {n_accepted} accepted drafts"
     if not steps:
         return "skipped", "nothing was drafted"
-    return "ok", f"{steps} drafts of 4 rounds, each made from the prefix and the drafts before it"
+    return "ok", f"{steps} drafts in 4 rounds, each made from the prefix and the drafts before it"
 
 
 def cache_after_rejection(model: LanguageModel) -> Result:
@@ -166,8 +169,8 @@ def cache_after_rejection(model: LanguageModel) -> Result:
     try:
         exact = probe_rewind(model)
     except RewindError as error:
-        return "skipped", f"{model.name} refuses to go back: {error!s:.200}"
+        return "skipped", f"{model.name} cannot roll back: {error!s:.200}"
     if exact:
-        return "ok", "with none or some of a block's drafts kept, the next logits are those of a fresh prefill"
-    seen = "behind rejected drafts the next logits differ from those of a text in which they never were"
-    return "fail", seen, "trim rejected drafts, exactly as many, from every layer's state"
+        return "ok", "after a block with no or some accepted drafts, the next logits are those of a fresh prefill"
+    seen = "after rejected drafts, the next logits differ from those of the text without these drafts"
+    return "fail", seen, "remove rejected drafts, exactly as many, from the state of every layer"

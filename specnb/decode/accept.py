@@ -111,7 +111,8 @@ def checked(proposal: Proposal, depth: int) -> Proposal:
 
     Raises InputError for a tree of another size than its ids, for rows, and for equal children of a node.
     """
-    tree, ids = proposal.tree, proposal.ids
+    tree = proposal.tree
+    ids = proposal.ids
     if len(tree) != len(ids):
         raise InputError(f"got a tree of {len(tree)} nodes with {len(ids)} tokens, expected one token per node")
     if proposal.q_draft is not None:

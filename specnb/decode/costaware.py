@@ -96,7 +96,9 @@ class CostAware(Controller):
 
     def start(self, prompt):
         """Keep what was learned; find out anew what this drafter reports."""
-        self._copying, self._steps, self._reached = False, 0, 1.0
+        self._copying = False
+        self._steps = 0
+        self._reached = 1.0
         self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
 
     def draft_length(self):
@@ -111,9 +113,12 @@ class CostAware(Controller):
         else:
             self._bins = []
             best, self._rate = (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
-        self._steps, self._reached = 0, 1.0
+        self._steps = 0
+        self._reached = 1.0
         if best:
-            self._plain, self._trying, self._lost = 0, 0, 0.0
+            self._plain = 0
+            self._trying = 0
+            self._lost = 0.0
             return best
         if self._trying == 0 and self._plain >= max(self._patience, self._lost / LOSS):
             self._trying = TRY
@@ -176,7 +181,8 @@ class Positions:
 
     def __init__(self, k_max: int, expected: Sequence[float] = ()) -> None:
         """Set the prior rates `expected` by position; the last one holds for all further positions."""
-        self._kept, self._tested = np.zeros(k_max), np.zeros(k_max)
+        self._kept = np.zeros(k_max)
+        self._tested = np.zeros(k_max)
         self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
         self._expected = np.pad(expected, (0, k_max), "edge")[:k_max] if len(expected) else None
         self.alpha = np.full(k_max, PRIOR) if self._expected is None else self._expected.copy()
@@ -206,8 +212,10 @@ class Calibration:
     """Acceptance rates by a number that is known before verification: a probability or a match length."""
 
     def __init__(self, edges: Sequence[float], prior: Sequence[float]) -> None:
-        self._edges, self._prior = edges, prior
-        self._kept, self._tested = np.zeros(len(prior)), np.zeros(len(prior))
+        self._edges = edges
+        self._prior = prior
+        self._kept = np.zeros(len(prior))
+        self._tested = np.zeros(len(prior))
 
     def bin(self, value: float) -> int:
         return int(np.searchsorted(self._edges, value))

@@ -14,7 +14,6 @@ from specnb.decode.loop import Stopping, StopRules
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.draft.base import Drafter
 from specnb.draft.load import open_pair
-from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary, require_same
@@ -210,6 +209,8 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
     if drafter is None:
         return None
     if isinstance(drafter, LanguageModel):
+        from specnb.draft.model import ModelDrafter  # other drafters do without
+
         drafter = ModelDrafter(drafter)
     if not isinstance(drafter, Drafter):
         raise InputError(f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name")

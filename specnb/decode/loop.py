@@ -204,7 +204,8 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
 
     `ahead` is the first of these rows if the newest token is already in the state.
     """
-    ids, tree = proposal.ids, proposal.tree
+    ids = proposal.ids
+    tree = proposal.tree
     if ahead is None:
         ids = (tokens[-1], *ids)
         tree = tree and tree.rooted()
@@ -274,7 +275,8 @@ class Stopping:
     """
 
     def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
-        self._rules, self._vocab = rules, vocab
+        self._rules = rules
+        self._vocab = vocab
         self._strings = tuple(s.encode() for s in rules.stop_strings)
         self._text = bytearray()
         self._count = 0

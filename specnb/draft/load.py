@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specnb.draft.base import Drafter
-from specnb.draft.translate import model_drafter
-from specnb.errors import FetchError, InputError, LoadError, require_known
+from specnb.errors import FetchError, InputError, LoadError
 from specnb.lm.base import LanguageModel
-from specnb.lm.files import name_copy, parse
+from specnb.lm.files import parse
 from specnb.lm.load import checked_name, load, room_for_both
-from specnb.registry import CHECKS, DRAFTERS, resolve
+from specnb.registry import CHECKS, DRAFT_MODEL, DRAFTERS, resolve
 
 HEADS = "medusa"
 """The drafter that loads a checkpoint of trained heads."""
@@ -48,7 +47,8 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
     try:
         if name in DRAFTERS:
             return LoadedDrafter(resolve(DRAFTERS[name])(target, **options))
-        return LoadedDrafter(model_drafter(join_engine(name, target.name), target, **options))
+        draft = join_engine(name, target.name)
+        return LoadedDrafter(resolve(DRAFT_MODEL)(draft, target, **options))
     except (LoadError, FetchError) as error:
         if strict:
             raise
@@ -65,7 +65,8 @@ def join_engine(draft: str, target: str) -> str:
     'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
     """
     try:
-        spec, target_spec = parse(draft), parse(target)
+        spec = parse(draft)
+        target_spec = parse(target)
     except InputError:  # no model, or a target made in memory
         return draft
     if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:
@@ -101,22 +102,3 @@ def open_pair(
             if drafter is not None:
                 opened.enter_context(closing(drafter))
         yield target, drafter, fallback
-
-
-# --- a quantized copy of the target as its drafter: the same tokenizer, no training, no download ---
-
-
-def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> Drafter:
-    """Return a drafter that is a copy of the target, quantized to `self_type`."""
-    refuse_copy(target.name, self_type=self_type)
-    return model_drafter(name_copy(target.name, self_type), target, **options)
-
-
-def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
-    """Raise InputError for a target or a weight type of which no copy can be made."""
-    from specnb.lm.gguf.binding import FILE_TYPES
-
-    spec = parse(target)
-    require_known("weight type", self_type, FILE_TYPES)
-    if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use one, or another drafter")

@@ -3,7 +3,7 @@
 It keeps its own state. No draft token is evaluated twice: after a round the state is rewound to the
 last accepted draft, and the next round feeds what is missing. That is one token, or two after a
 fully accepted round, whose last draft was sampled but never fed. The model may be a part of the
-target: its first blocks, or all but some of them.
+target (its first blocks, or all but some of them) or a quantized copy of it.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,13 @@ from typing import Any
 import numpy as np
 
 from specnb.draft.base import DrafterBase, Proposal
-from specnb.errors import CapacityError, InputError
+from specnb.draft.token_map import Tokens, Translation, choose_translation
+from specnb.draft.translate import TokenIntersection
+from specnb.errors import OTHER_DRAFTERS, CapacityError, InputError, VocabularyMismatch, require_known
 from specnb.lm.base import LanguageModel
+from specnb.lm.files import name_copy, parse
+from specnb.lm.gguf.binding import FILE_TYPES
+from specnb.lm.load import load
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -82,6 +87,33 @@ class ModelDrafter(DrafterBase):
         self.model.close()
 
 
+def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter:
+    """Open the draft model `name` and fit it to the target's vocabulary before the first token.
+
+    Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
+    """
+    model = load(name, **options)
+    try:
+        return fit_drafter(model, target)
+    except BaseException:
+        model.close()
+        raise
+
+
+def fit_drafter(model: LanguageModel, target: LanguageModel) -> ModelDrafter:
+    """Return an opened draft model as a drafter for `target`, translated if needed.
+
+    Raises VocabularyMismatch if it cannot be translated.
+    """
+    method, overlap = choose_translation(Tokens(target), Tokens(model))
+    if method is Translation.SAME:
+        return ModelDrafter(model)
+    if method is Translation.NONE:
+        kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
+        raise VocabularyMismatch(f"{kinds}: their tokens cannot be translated ({overlap}). {OTHER_DRAFTERS}")
+    return ModelDrafter(TokenIntersection(model, target))
+
+
 # --- some of the target's own blocks, untrained -----------------------------------------------------------------------
 #
 # LayerSkip (Elhoushi et al. 2404.16710) trains the target for early exit, and SWIFT (Xia et al. 2410.06916) searches
@@ -105,3 +137,20 @@ def _require_torch(target: LanguageModel) -> Any:
     if not hasattr(target, "keep_blocks"):
         raise InputError(f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf")
     return target
+
+
+# --- a quantized copy of the target as its drafter: the same tokenizer, no training, no download ---
+
+
+def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> ModelDrafter:
+    """Return a drafter that is a copy of the target, quantized to `self_type`."""
+    refuse_copy(target.name, self_type=self_type)
+    return model_drafter(name_copy(target.name, self_type), target, **options)
+
+
+def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
+    """Raise InputError for a target or a weight type of which no copy can be made."""
+    spec = parse(target)
+    require_known("weight type", self_type, FILE_TYPES)
+    if spec.where == "hf" and spec.backend != "llama":
+        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use one, or another drafter")

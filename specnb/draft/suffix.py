@@ -10,18 +10,14 @@ A loose match ignores case, whitespace and underscores around a token's text, as
 tokenizer does: `my_name` matches `myName`, and what followed that is copied.
 """
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from specnb.draft.base import Proposal
 from specnb.draft.lookup import Copier
-from specnb.io import read_text
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
-BORDER = -1
-"""Separates two texts; it is never drafted."""
 ANCESTORS = 8
 """Shorter matches whose latest position is updated per token: updating all costs time in looping texts."""
 
@@ -86,8 +82,7 @@ class SuffixAutomaton:
 class SuffixDrafter(Copier):
     """Copies what followed the longest match, at most `max_spec_factor` times its length.
 
-    With `keep` it also copies from earlier texts. `corpus` are more token ids to copy from, and
-    implies `keep`. With a vocabulary as `loose`, tokens match as `fold` maps them.
+    With a vocabulary as `loose`, tokens match as `fold` maps them.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -96,42 +91,22 @@ class SuffixDrafter(Copier):
     [(), (), (), (1, 2, 0, 1)]
     """
 
-    def __init__(
-        self,
-        max_spec_factor: float = 4.0,
-        *,
-        keep: bool = False,
-        corpus: Sequence[int] = (),
-        loose: Vocabulary | None = None,
-    ) -> None:
+    def __init__(self, max_spec_factor: float = 4.0, *, loose: Vocabulary | None = None) -> None:
         super().__init__(max_spec_factor)
-        options = {"keep": keep, "corpus": corpus, "loose": loose}
-        used = [name for name, value in options.items() if value]
-        self.name = f"suffix({', '.join([f'x{max_spec_factor:g}', *used])})"
-        self._keep = keep or bool(corpus)
+        self.name = f"suffix(x{max_spec_factor:g}{', loose' if loose else ''})"
         self._same_as = fold(loose) if loose else {}
-        self._automaton = SuffixAutomaton(self._same_as)
-        self._n_committed = 0
-        for token in corpus:
-            self._automaton.append(token)
 
     def start(self, tokens):
-        if self._keep:
-            self._automaton.append(BORDER)
-        else:
-            self._automaton = SuffixAutomaton(self._same_as)
-        self._n_committed = 0
+        self._automaton = SuffixAutomaton(self._same_as)
         self.commit(tokens)
 
     def propose(self, tokens, k, picker):
         n, start = self._automaton.match
-        ids = self.copy(self._automaton.tokens, start, n, k, picker) if n else ()
-        return Proposal(ids[: ids.index(BORDER)] if BORDER in ids else ids)
+        return Proposal(self.copy(self._automaton.tokens, start, n, k, picker) if n else ())
 
     def commit(self, tokens):
-        for token in tokens[self._n_committed :]:
+        for token in tokens[len(self._automaton.tokens) :]:
             self._automaton.append(token)
-        self._n_committed = len(tokens)
 
 
 def fold(vocab: Vocabulary) -> dict[int, int]:
@@ -141,9 +116,6 @@ def fold(vocab: Vocabulary) -> dict[int, int]:
     return {token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)}
 
 
-def suffix_drafter(
-    target: LanguageModel, *, corpus: str | Path = "", loose: bool = False, **options: Any
-) -> SuffixDrafter:
-    """Return the drafter; `corpus` is a text file, which the target's tokenizer encodes."""
-    ids = target.encode(read_text(corpus)) if corpus else ()
-    return SuffixDrafter(corpus=ids, loose=target.vocab if loose else None, **options)
+def suffix_drafter(target: LanguageModel, *, loose: bool = False, **options: Any) -> SuffixDrafter:
+    """Return the drafter; with `loose`, tokens match as `fold` maps them."""
+    return SuffixDrafter(loose=target.vocab if loose else None, **options)

@@ -135,7 +135,8 @@ class TokenMap:
     """
 
     def __init__(self, target: Tokens, draft: Tokens) -> None:
-        self._target, self._draft = target.vocab, draft.vocab
+        self._target = target.vocab
+        self._draft = draft.vocab
         self.overlap = overlap(target, draft)
         pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
         self.is_slice = bool(pairs) and ids_agree(target, draft)

@@ -7,16 +7,13 @@ drafts were sampled from. Few shared tokens lower the acceptance rate only.
 """
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
-from specnb.draft.model import ModelDrafter
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Translation, choose_translation
+from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Translation
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
-from specnb.lm.load import load
 
 
 class TokenIntersection(LanguageModel):
@@ -94,30 +91,3 @@ class TokenIntersection(LanguageModel):
             return spelled
         ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for what the draft cannot spell
         return (next(end for end in ends if end is not None),)
-
-
-def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter:
-    """Open the draft model `name` and fit it to the target's vocabulary before the first token.
-
-    Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
-    """
-    model = load(name, **options)
-    try:
-        return fit_drafter(model, target)
-    except BaseException:
-        model.close()
-        raise
-
-
-def fit_drafter(model: LanguageModel, target: LanguageModel) -> ModelDrafter:
-    """Return an opened draft model as a drafter for `target`, translated if needed.
-
-    Raises VocabularyMismatch if it cannot be translated.
-    """
-    method, overlap = choose_translation(Tokens(target), Tokens(model))
-    if method is Translation.SAME:
-        return ModelDrafter(model)
-    if method is Translation.NONE:
-        kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
-        raise VocabularyMismatch(f"{kinds}: their tokens cannot be translated ({overlap}). {OTHER_DRAFTERS}")
-    return ModelDrafter(TokenIntersection(model, target))

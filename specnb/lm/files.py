@@ -29,7 +29,6 @@ from pydantic import create_model
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
 from specnb.io import cache_dir, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
-from specnb.lm.gguf import binding
 from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
@@ -95,25 +94,33 @@ def parse(name: str, **options: Any) -> ModelSpec:
 
 def _where(source: str) -> str:
     """Return the kind of source that a name means, see `ModelSpec`."""
+    if is_zoo_name(source):
+        find_entry(source)  # checks the type
+        return "zoo"
+    if HUB_GGUF.fullmatch(source):
+        return "hub"
+    if source.endswith(".gguf"):
+        return "gguf"
     path = expand_home(source.removeprefix("hf:"))
-    if not is_zoo_name(source):
-        if HUB_GGUF.fullmatch(source):
-            return "hub"
-        if source.endswith(".gguf"):
-            return "gguf"
-        on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
-        if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
-            return "hf"
-        if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
-            expected = "expected a .gguf file or the folder of a transformers model"
-            raise InputError(f"got the file {source}, {expected}")
-        if "/" in source or "\\" in source:
-            hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
-            if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
-                hint = f"did you mean hf:{source}?"
-            raise InputError(f"no such folder: {source}: {hint}")
-    find_entry(source)  # raises InputError with similar names
-    return "zoo"
+    on_hub = re.fullmatch(r"hf:[\w-][\w.-]*(/[\w.-]+)?", source)
+    if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
+        return "hf"
+    if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
+        expected = "expected a .gguf file or the folder of a transformers model"
+        raise InputError(f"got the file {source}, {expected}")
+    if "/" in source or "\\" in source:
+        hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+        if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
+            hint = f"did you mean hf:{source}?"
+        raise InputError(f"no such folder: {source}: {hint}")
+    raise _unknown(source)
+
+
+def _unknown(name: str) -> InputError:
+    """Return the error for an unknown model, with similar names and the list of all names."""
+    names = [*ENTRIES, *embedded_names(), *DRAFTERS]
+    similar = did_you_mean(name.lower().partition(":")[0], names)
+    return InputError(f"unknown model in {name!r}: {similar}there are {', '.join(names)}")
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
@@ -202,12 +209,11 @@ def is_zoo_name(text: str) -> bool:
 def find_entry(name: str) -> tuple[ZooEntry, str | None]:
     """Return the entry and the type of the copy, None for the shipped file and its type.
 
-    Raises InputError with similar names and the list of all names.
+    Raises InputError for an unknown name or type.
     """
     base, colon, kind = name.lower().partition(":")
     if base not in ENTRIES:
-        names = [*ENTRIES, *embedded_names(), *DRAFTERS]
-        raise InputError(f"unknown model in {name!r}: {did_you_mean(base, names)}there are {', '.join(names)}")
+        raise _unknown(name)
     entry = ENTRIES[base]
     if colon:
         require_known(f"type of {entry.name}", kind, (*entry.derived_bytes, entry.shipped_type))
@@ -224,8 +230,7 @@ def weights_origin(name: str) -> str | None:
     """Return the origin of a model's weights and the KL divergence by rounding; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
-        rounded = "dtype=int4" in name and not source.endswith(".gguf")
-        return "rounded to 4 bits in groups of 32, lm_head to 8 bits" if rounded else None
+        return None
     entry, kind = find_entry(source)
     if kind:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
@@ -245,11 +250,17 @@ def zoo_file(name: str) -> Path:
     entry, kind = find_entry(name)
     if kind is None:
         return fetch_pinned(entry, entry.file(None))
+    return make_once(
+        entry.file(kind),
+        lambda dest: _requantize(zoo_file(entry.name), kind, dest),
+        n_bytes=entry.n_bytes(kind),
+    )
 
-    def requantize(dest: Path) -> None:
-        binding.requantize(zoo_file(entry.name), dest, kind)
 
-    return make_once(entry.file(kind), requantize, n_bytes=entry.n_bytes(kind))
+def _requantize(source: Path, kind: str, dest: Path) -> None:
+    from specnb.lm.gguf import binding  # models in torch do without llama.cpp
+
+    binding.requantize(source, dest, kind)
 
 
 # ---- models of the checkout
@@ -342,7 +353,7 @@ def copy_once(file: Path, kind: str) -> Path:
     """Return the cached copy of a GGUF with weights of `kind`. Raises LoadError or FetchError."""
     dest = cache_dir() / "requantised" / f"{file.stem}-{file_digest(file)[:16]}.{kind}.gguf"
     n_bytes = size_of(file) * WIDTHS.get(kind, 2) // 2  # float32 doubles a file in float16
-    return make_once(dest, partial(binding.requantize, file, type_name=kind), n_bytes=n_bytes)
+    return make_once(dest, partial(_requantize, file, kind), n_bytes=n_bytes)
 
 
 def folder_gguf(folder: Path, kind: str) -> Path:

@@ -66,6 +66,12 @@ def rows_distance(rows: np.ndarray, whole: np.ndarray) -> float:
     return float(np.median(distance / np.maximum(spread, np.finfo(np.float32).tiny)))
 
 
+def _same_rows(model: LanguageModel, rows: np.ndarray, expected: np.ndarray) -> bool:
+    """Return whether rows differ by rounding only; True if there is nothing to compare (NaN)."""
+    tolerance = TOLERANCE[model.caps.lossless_dtype]
+    return not np.isfinite(expected).all() or rows_distance(rows, expected) < tolerance
+
+
 def probe_steps(model: LanguageModel) -> Steps:
     """Return how tokens must be fed so that blocks and single steps agree.
 
@@ -154,19 +160,29 @@ def certified(
     rules. The model continues with the last of `counts` threads.
     """
     facts |= {"cpu": kernel_facts(), "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
-    file = cache_dir() / "certificates" / digest(facts | {"counts": counts})
-    with contextlib.suppress(InputError, ValueError):
-        width, any_threads = map(int, read_text(file).split())
-        return Certificate(width, bool(any_threads))
-    results = []
-    for n in counts:
-        set_threads(n)
-        results.append(_compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past))
-    outcomes = {(width, steps.tobytes()) for width, steps in results}
-    certificate = Certificate(min(width for width, _ in outcomes), len(outcomes) == 1)
-    with contextlib.suppress(InputError):  # without a writable cache, each load repeats the probe
-        write_atomic(file, f"{certificate.width} {certificate.any_threads:d}".encode())
-    return certificate
+
+    def probe() -> str:
+        outcomes = set()
+        for n in counts:
+            set_threads(n)
+            width, steps = _compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past)
+            outcomes.add((width, steps.tobytes()))
+        narrowest = min(width for width, _ in outcomes)
+        return f"{narrowest} {len(outcomes) == 1:d}"
+
+    width, any_threads = map(int, probed_once("certificates", facts | {"counts": counts}, probe).split())
+    return Certificate(width, bool(any_threads))
+
+
+def probed_once(kind: str, key: Any, probe: Callable[[], str]) -> str:
+    """Return the result of `probe`, cached on disk by `key`; without a writable cache, call it each time."""
+    file = cache_dir() / kind / digest(key)
+    with contextlib.suppress(InputError):
+        return read_text(file)
+    result = probe()
+    with contextlib.suppress(InputError):
+        write_atomic(file, result.encode())
+    return result
 
 
 def probe_rewind(model: LanguageModel) -> bool:
@@ -175,7 +191,6 @@ def probe_rewind(model: LanguageModel) -> bool:
     if width < 1:
         return True
     ids = probe_ids(model.vocab.size, 2 * width)
-    tolerance = TOLERANCE[model.caps.lossless_dtype]
     rejected = [(5 * i + 1) % model.vocab.size for i in range(width)]
     expected = _last_rows(model, [ids[:width], ids[width:]], width)
     for in_block, n_true in product((True, False), {0, width - 1}):
@@ -185,7 +200,7 @@ def probe_rewind(model: LanguageModel) -> bool:
         model.rewind(width - n_true)
         rows = np.concatenate([rows[:n_true], model.forward(ids[width + n_true :])])
         model.reset()
-        if np.isfinite(expected).all() and not rows_distance(rows, expected) < tolerance:
+        if not _same_rows(model, rows, expected):
             return False
     return True
 
@@ -212,11 +227,9 @@ def probe_trees(model: TreeModel) -> str:
         return f"a tree fails: {error}"
     finally:
         model.reset()
-    tolerance = TOLERANCE[model.caps.lossless_dtype]
-    for rows, chain in zip(in_tree, expected, strict=True):
-        if np.isfinite(chain).all() and not rows_distance(rows, chain) < tolerance:
-            return "the nodes of a tree do not get the logits of their paths"
-    return ""
+    if all(_same_rows(model, *rows) for rows in zip(in_tree, expected, strict=True)):
+        return ""
+    return "the nodes of a tree do not get the logits of their paths"
 
 
 def _last_rows(model: LanguageModel, pieces: list[list[int]], width: int) -> np.ndarray:

@@ -27,9 +27,8 @@ from specnb.compat.read import describe
 from specnb.decode.generate import generate
 from specnb.decode.router import Router
 from specnb.draft.base import DrafterBase, Proposal
-from specnb.draft.model import ModelDrafter
+from specnb.draft.model import ModelDrafter, fit_drafter
 from specnb.draft.suffix import SuffixDrafter
-from specnb.draft.translate import fit_drafter
 from specnb.io import write_atomic
 from specnb.lm.load import load
 from specnb.machine import cpu_facts

@@ -6,7 +6,9 @@ import pandas as pd
 import pytest
 
 from specnb.chapters import compatibility
+from specnb.compat.check import matrix
 from specnb.compat.description import Description
+from specnb.compat.read import read_shelf
 from specnb.lm.vocab import Vocabulary
 from specnb.params import CompatibilityParams
 from tests.chapters.test_adaptive_k import reading
@@ -68,3 +70,11 @@ def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models)
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
     assert record.generations[-1].drafter == "e" and [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
+
+
+def test_each_pair_is_drawn_with_the_letter_of_its_verdict():
+    figure = compatibility.verdicts(matrix([read_shelf(name) for name in ("mpt", "qwen2", "qwen2.5", "bert-bge")]))
+    cells = figure.data[0]
+    letters = {(y, x): text for y, x, text in zip(cells.y, cells.x, cells.text, strict=True)}
+    assert letters["qwen2.5", "qwen2"].startswith("S") and letters["qwen2.5", "mpt"].startswith("T")
+    assert len(letters) == 12 and {trace.name[0] for trace in figure.data[1:]} == {"S", "T", "X"}

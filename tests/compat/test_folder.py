@@ -78,8 +78,8 @@ def test_every_field_that_a_folder_states(folder):
 def test_a_tokenizer_alone_and_its_ids_without_special_tokens(folder):
     d = read_folder(folder / "tokenizer.json")
     assert (d.n_tokens, d.vocab_size, d.architecture, d.bos, d.eos, d.add_bos) == (262, 262, None, 261, None, True)
-    ids = d.encode(" the<|im_end|>é")
-    assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids).decode() == " the<|im_end|>é"
+    ids = d.encode(" the<|im_end|>")
+    assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids) == b" the<|im_end|>"
 
 
 def test_older_and_nested_forms_of_a_file_give_the_same_description(tmp_path):
@@ -101,17 +101,11 @@ def test_a_folder_of_a_drafter_without_a_tokenizer_drafts_in_the_targets_vocabul
     assert f"draft-{kind}" in report.llama_cpp.reason
 
 
-def test_a_tokenizer_that_panics_is_one_error(tmp_path):
-    explodes = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
-    d = read_folder(folder_of(tmp_path / "m", changed("normalizer", to=explodes)))
-    with pytest.raises(InputError, match="aaaaa"):
-        d.encode("a" * 60 + "c")
-
-
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     vocab = [(piece, -1.0) for piece in ("<unk>", "▁", "▁a", "<0x0A>", "<0xFF>", "b")]
     tokenizer = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.ByteFallback()
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.ByteFallback()
     tokenizer.add_special_tokens(["<unk>"])
     d = read_folder(folder_of(tmp_path / "m", tokenizer.to_str(), {"vocab_size": 6}))
     assert d.vocab.pieces == (b"<unk>", b" ", b" a", b"\n", b"\xff", b"b")
@@ -140,7 +134,8 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
 @pytest.mark.model
 def test_the_dequantised_folder_is_its_gguf():
     path = zoo_file("smollm2-135m")
-    header, folder = read_gguf(path), read_folder(dequantize_once(path))
+    header = read_gguf(path)
+    folder = read_folder(dequantize_once(path))
     for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("pieces", "special", "eog", "kind"):
@@ -151,15 +146,12 @@ def test_the_dequantised_folder_is_its_gguf():
 
 @pytest.mark.parametrize(("tokenizer", "files", "value"), [
     (changed("model", "vocab", "a", to=4 * 10**9), {}, str(4 * 10**9)),  # not as many pieces are made
-    (changed("model", "merges", to=[["a"]]), {}, ""),
-    *((byte_level_tokenizer(), {"config": QWEN | {f"{key}_token_id": 272}}, f"{key}_token_id is 272")
-      for key in ("bos", "eos", "pad")),
+    (byte_level_tokenizer(), {"config": QWEN | {"pad_token_id": 272}}, "pad_token_id is 272"),
     (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
-    (None, {"config": QWEN | {"dflash_config": {"mask_token_id": 999}}}, "mask_token_id is 999"),
     (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),
     (byte_level_tokenizer(), {"generation_config": {"eos_token_id": [259, 300]}}, "generation_config.json"),
     (byte_level_tokenizer(), {"config": {"vocab_size": 261}, "tokenizer_config": {"bos_token": "<|bos|>"}}, "is 261"),
-    *((byte_level_tokenizer(), {"config": {"vocab_size": size}}, repr(size)) for size in (-1, "many")),
+    (byte_level_tokenizer(), {"config": {"vocab_size": "many"}}, "'many'"),
     (byte_level_tokenizer(), {"config": {"layer_types": 3}}, "int"),
     (byte_level_tokenizer(), {"config": '{"vocab_size": 1'}, "JSON"),
     (byte_level_tokenizer(), {"tokenizer_config": {"eos_token": "<nowhere>"}}, "<nowhere>"),

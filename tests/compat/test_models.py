@@ -1,12 +1,9 @@
 """Which files can draft for which, and which can win: sizes and vocabularies that are known."""
 
-import json
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from specnb.compat import check
 from specnb.compat.models import COLUMNS, active_share, listing, names_in, pairs
@@ -61,7 +58,8 @@ def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_
              "deepseek-r1-distill-qwen-32b": "target", "hermes-4-70b": None, "qwen2.5-72b": "target",
              "qwen3-next-80b-a3b-instruct": "target, draft"}  # fmt: skip
     assert {name: rows[name].roles for name in roles} == roles
-    facts, file = rows["qwen2.5-72b"], rows["middle.gguf"]
+    facts = rows["qwen2.5-72b"]
+    file = rows["middle.gguf"]
     assert (facts.source, facts.licence, facts.n_bytes, facts.path) == ("hf:Qwen/Qwen2.5-72B", "Qwen", None, None)
     assert (file.source, file.n_bytes, file.path) == (str(copies), file.path.stat().st_size, copies / "middle.gguf")
 
@@ -76,8 +74,6 @@ def test_copies_of_a_model_are_compared_once_and_models_known_by_facts_can_be_ju
 
 @pytest.mark.parametrize(("target", "draft", "c", "can_win"), [
     ("qwen3-next-80b-a3b-instruct", "qwen2.5-coder-32b", 32.5 / 3, False),
-    ("qwen3-coder-480b-a35b-instruct", "qwen2.5-72b", 72.7 / 35, False),
-    ("qwen3-next-80b-a3b-instruct", "qwen2.5-0.5b-instruct", 0.494 / 3, True),
     ("qwen3-coder-480b-a35b-instruct", "qwen3-next-80b-a3b-instruct", 3 / 35, True),
 ])  # fmt: skip
 def test_a_step_of_a_mixture_reads_its_active_experts_only(target, draft, c, can_win):
@@ -85,48 +81,25 @@ def test_a_step_of_a_mixture_reads_its_active_experts_only(target, draft, c, can
     assert row["target"] == target and row["c"] == pytest.approx(c) and row["can_win"] is can_win
 
 
-SHAPES = {"token_embd.weight": (8, 256), "blk.0.ffn_gate_shexp.weight": (8, 64), "blk.0.ffn_up_exps.weight": (8, 8, 16)}
-"""2,048 and 512 values that each token uses, and 1,024 in 16 experts."""
-
-
-def test_files_and_folders_tell_their_active_experts(tmp_path):
-    numbers = {"expert_count": 16, "expert_used_count": 2}
-    stated = ggml(model="gpt2", pre="gpt-2", tokens=LETTERS, token_type=[1] * 256, merges=["a b"])
-    keys = [pair("general.architecture", "llama"), *(pair(f"llama.{key}", n) for key, n in numbers.items())]
-    mixture = file_of(tmp_path, *keys, *stated, tensors=list(SHAPES.items()))
-    expected = 1 - 1024 / 3584 * (1 - 2 / 16)
-    assert active_share(str(mixture)) == pytest.approx(expected)
-    folder = tmp_path / "mixture"
-    folder.mkdir()
-    config = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
-    (folder / "config.json").write_text(json.dumps(config))
-    names = ("model.embed_tokens.weight", "mlp.shared_expert.up_proj.weight", "mlp.experts.0.up_proj.weight")
-    tensors = {name: np.zeros(shape, np.float16) for name, shape in zip(names, SHAPES.values(), strict=True)}
-    save_file(tensors, folder / "model.safetensors")
-    assert active_share(str(folder)) == pytest.approx(expected)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "absent.safetensors"}}))
-    with pytest.raises(InputError, match="absent"):
-        active_share(str(folder))
-    unknown = {"moe_top": config.pop("num_experts_per_tok"), "text_config": None}
-    (folder / "config.json").write_text(json.dumps(config | unknown))
-    assert active_share(str(folder)) == 1
+def test_a_file_tells_its_active_experts(tmp_path):
+    """2,048 and 512 values that each token uses, and 1,024 in 16 experts."""
+    shapes = {"token_embd.weight": (8, 256), "ffn_gate_shexp.weight": (8, 64), "ffn_up_exps.weight": (8, 8, 16)}
+    keys = {"general.architecture": "llama", "llama.expert_count": 16, "llama.expert_used_count": 2}
+    tokens = ggml(model="gpt2", pre="gpt-2", tokens=LETTERS, merges=["a b"])
+    mixture = file_of(tmp_path, *(pair(*each) for each in keys.items()), *tokens, tensors=list(shapes.items()))
+    assert active_share(str(mixture)) == pytest.approx(1 - 1024 / 3584 * (1 - 2 / 16))
     for dense in ("tiny-hybrid", "smollm2-135m:q8_0", "qwen2.5", "hf:ORG/NAME", str(bpe_file(tmp_path))):
         assert active_share(dense) == 1
 
 
 def test_a_damaged_file_is_a_row_and_does_not_hide_the_others(copies):
     (copies / "damaged.gguf").write_bytes(b"garbage" * 9)
-    odd = {"model_type": "qwen3_moe", "num_experts": "two", "num_experts_per_tok": 1}
-    (copies / "odd").mkdir()
-    (copies / "odd" / "config.json").write_text(json.dumps(odd))
-    save_file({"experts": np.zeros((2, 2), np.float16)}, copies / "odd" / "model.safetensors")
-    places = [str(copies), str(copies / "odd")]
-    rows = {row.name: row for row in listing(places)}
+    rows = {row.name: row for row in listing([str(copies)])}
     assert "garb" in rows["damaged.gguf"].roles and rows["damaged.gguf"].n_bytes == 63
-    assert rows["odd"].roles.startswith("no: ") and rows["middle.gguf"].roles == "target, draft"
-    table = pairs(names_in(places))
+    assert rows["middle.gguf"].roles == "target, draft"
+    table = pairs(names_in([str(copies)]))
     bad = table[table["draft"].isna()].set_index("target")
-    assert "garb" in bad.loc["damaged.gguf", "verdict"] and len(bad) == 2 and not bad["can_win"].any()
-    assert len(table) == 5 and table["can_win"].sum() == 3
+    assert "garb" in bad.loc["damaged.gguf", "verdict"] and len(bad) == 1 and not bad["can_win"].any()
+    assert len(table) == 4 and table["can_win"].sum() == 3
     with pytest.raises(InputError, match="absent"):
         pairs([str(copies / "absent.gguf"), str(copies / "middle.gguf")])

@@ -18,7 +18,8 @@ SHARE = st.floats(0, 1)
 @given(reach=SHARE, quality=SHARE, k=st.integers(1, 24))
 def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, quality, k):
     """A perfect draft reaches the bound: tokens out of reach each end a round, those between them are all drafted."""
-    made, a = predict(reach, k, quality), reach * quality
+    made = predict(reach, k, quality)
+    a = reach * quality
     outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n drafts are kept)
     kept = sum(n * p for n, p in enumerate(outcomes))
     assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
@@ -46,7 +47,8 @@ def test_no_draft_by_shared_tokens_passes_the_bound(ours, theirs, seed, k, tempe
 
 def test_the_chance_counts_judged_drafts_only():
     """Of K drafts those behind the first wrong one were not judged."""
-    target, draft = toy.markov(4, order=2, seed=3), toy.markov(4, order=1, seed=4)
+    target = toy.markov(4, order=2, seed=3)
+    draft = toy.markov(4, order=1, seed=4)
     made = [generate(target, [0, 1], drafter=draft, k=k, max_new_tokens=200) for k in (1, 4)]
     alone, blocks = (chance_of([m]) for m in made)
     assert alone == made[0].acceptance_rate, "one at a time all are judged, and the last round of one token drafts none"

@@ -31,9 +31,12 @@ def test_names_and_sums_are_those_of_the_lists_and_models():
 
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_is_what_its_card_says(name, lists):
-    described, footer = lists[name], parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
+    described = lists[name]
+    footer = parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
     stated = json.loads(footer[META_KEY])
-    source, vocab, n = build.sources()[name], described.vocab, described.n_tokens
+    source = build.sources()[name]
+    vocab = described.vocab
+    n = described.n_tokens
     row = next(line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| `{name}` |"))
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[1:5] == [stated["model"], f"{n:,}", f"{described.vocab_size:,}", stated["licence"]]
@@ -43,12 +46,6 @@ def test_a_list_is_what_its_card_says(name, lists):
     named = {i for i in (described.bos, described.eos, described.pad, described.eot) if i is not None}
     assert max(named | vocab.eog | vocab.special | described.added) < n
     assert described.eos is None or described.eos in vocab.eog
-
-
-def test_a_tiktoken_file_is_pieces_by_rank(tmp_path):
-    path = tmp_path / "o.tiktoken"
-    path.write_text("/w== 2\nIHRoZQ== 0\n\nYQ== 4")
-    assert build.read_tiktoken(path) == [b" the", b"", b"\xff", b"", b"a"]
 
 
 @pytest.mark.model

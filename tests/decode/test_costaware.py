@@ -23,7 +23,8 @@ def cost_aware(cost, **options):
 def recordings(drafter, seeds=range(4), n=120):
     made = []
     for seed in seeds:
-        target, chosen = toy.markov(4, order=2, seed=seed), drafter_named(drafter, seed)
+        target = toy.markov(4, order=2, seed=seed)
+        chosen = drafter_named(drafter, seed)
         plain = generate(target, [0, 1, 2], max_new_tokens=n)
         made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n)
     return made
@@ -41,7 +42,8 @@ def hopeless(n=200):
 
 
 def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries():
-    recording, control = hopeless(2000), cost_aware(DEAR)
+    recording = hopeless(2000)
+    control = cost_aware(DEAR)
     steps = walk_recording(recording, control)
     plain = (recording.n_tokens - 1) * DEAR.curve.seconds(1)
     assert counts_of(recording, steps).seconds(DEAR) < 1.02 * plain
@@ -50,7 +52,8 @@ def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries()
 
 
 def test_it_starts_again_when_drafts_become_good():
-    control, perfect = cost_aware(FLAT, patience=8), even(1.0, 0.99)
+    control = cost_aware(FLAT, patience=8)
+    perfect = even(1.0, 0.99)
     walk_recording(hopeless(), control)
     steps = walk_recording(perfect, control)
     assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect.n_tokens

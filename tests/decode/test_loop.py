@@ -24,7 +24,9 @@ class Spy(LookupDrafter):
 
     def __init__(self, rule=None):
         super().__init__()
-        self.name, self.rule, self.asked = "spy", rule, []
+        self.name = "spy"
+        self.rule = rule
+        self.asked = []
 
     def propose(self, tokens, k, picker):
         self.asked.append(k)
@@ -82,7 +84,8 @@ def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_valu
 @pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
 def test_another_user_of_the_same_model_is_noticed(drafter):
     """Its tokens would be in the state, and change the output without a word."""
-    target, rounds = toy.cyclic(7), []
+    target = toy.cyclic(7)
+    rounds = []
 
     def meanwhile(newest):
         rounds.append(newest)
@@ -109,8 +112,10 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
         rounds = generate(target, [0], **options).rounds
         return [(r.draft_s, r.verify_s, r.rewind_s, r.other_s, r.forward_s) for r in rounds]
 
-    target, spy = toy.cyclic(7), Spy(successors(7))
-    target.forward, target.rewind = taking(10, target.forward), taking(1, target.rewind)
+    target = toy.cyclic(7)
+    spy = Spy(successors(7))
+    target.forward = taking(10, target.forward)
+    target.rewind = taking(1, target.rewind)
     spy.propose = taking(5, lambda tokens, k, rng: Proposal(successors(7)(tokens, k), None, 4.0))
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "walk_drafts", taking(0.5, accept.walk_drafts))
@@ -146,7 +151,8 @@ def test_any_split_into_blocks_ends_at_the_first_prefix_that_satisfies_a_rule(id
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     blocks = [tuple(ids[at : at + size]) for at, size in zip(starts, sizes, strict=True)]
     for split in (blocks, [(i,) for i in ids], [ids]):
-        state, kept = stopping(n, *strings, ignore_eog=ignore_eog), []
+        state = stopping(n, *strings, ignore_eog=ignore_eog)
+        kept = []
         for block in split:
             kept += () if state.reason else state.admit(block)
         assert kept == ids[:end] and state.remaining == n - end

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.sampling import Draws, Sampling, argmax
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.errors import NonFiniteLogits
 
 # the second makes ties common, the third differences that exp cannot see
 FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
@@ -72,15 +72,6 @@ def test_nan_and_infinity_raise_wherever_they_stand(bad, size, settings):
         settings.probabilities(float32([-math.inf] * size))
 
 
-BAD = {"temperature": (-0.1, math.nan, 101), "top_k": (-1,), "top_p": (0.0, 1.1, math.nan), "seed": (-1,)}
-
-
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name in BAD for value in BAD[name]])
-def test_bad_settings_are_refused_with_the_value(name, value):
-    with pytest.raises(InputError, match=f"{name} .*{value}"):
-        Sampling(**{name: value})
-
-
 @given(
     weights=st.lists(st.just(0.0) | st.floats(1e-300, 1e6), min_size=1, max_size=8),
     u=st.floats(0, 1, exclude_max=True) | st.sampled_from([0.0, 1 - 2**-53]),
@@ -90,12 +81,14 @@ def test_a_draw_inverts_the_cumulative_weights_and_skips_zeros(weights, u):
     got = drawing(u).categorical(np.array(weights))
     total = math.fsum(weights)
     assert weights[got] > 0
-    below, through = math.fsum(weights[:got]) / total, math.fsum(weights[: got + 1]) / total
+    below = math.fsum(weights[:got]) / total
+    through = math.fsum(weights[: got + 1]) / total
     assert below - 1e-12 <= u <= through + 1e-12
 
 
 def test_rounding_past_the_end_falls_on_the_last_entry_with_weight():
     """A sum this small times 0.999… rounds up to the sum itself, which no edge exceeds."""
-    weights, u = np.array([0.0, 5e-324, 0.0]), 1 - 2**-53
+    weights = np.array([0.0, 5e-324, 0.0])
+    u = 1 - 2**-53
     assert u * weights.sum() == weights.sum()
     assert drawing(u).categorical(weights) == 1

@@ -58,15 +58,18 @@ def test_a_proposal_is_sound_and_what_a_fresh_drafter_would_propose(make, before
 
     After `commit` nothing is left of rejected drafts, after `start` nothing of another text.
     """
-    target, tokens = model(PIECES, order=2), list(prompt)
-    view, drafter = TokenView(tokens), make(target)
+    target = model(PIECES, order=2)
+    tokens = list(prompt)
+    view = TokenView(tokens)
+    drafter = make(target)
     for text in (TokenView(before), view):
         drafter.start(text)
         drafter.propose(text, 4, chooser(temperature))
     drafter.start(view)
     for k, kept, following, cut in rounds:
         proposal = drafter.propose(view, k, chooser(temperature))
-        rows, ids = proposal.q_draft, proposal.ids
+        rows = proposal.q_draft
+        ids = proposal.ids
         assert len(ids) <= k and all(0 <= token < target.vocab.size for token in ids) and proposal.forward_s >= 0
         if rows is not None:
             assert rows.shape == (len(ids), target.vocab.size) and rows.dtype == np.float64 and (rows >= 0).all()

@@ -1,42 +1,70 @@
-"""Lookup against a brute-force search, its index grown in any portions."""
+"""Prompt lookup against a brute-force search, the indexes grown in any portions."""
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specnb.decode.sampling import Chooser, Sampling
-from specnb.draft.base import Proposal, TokenView
+from specnb.draft.base import TokenView
 from specnb.draft.lookup import LookupDrafter
+from specnb.draft.suffix import SuffixDrafter
+from specnb.lm.vocab import Vocabulary
+
+CHOOSER = Chooser(Sampling())
 
 
-def brute_force(tokens, n_min, n_max, k, factor):
-    """The longest of the last n tokens that occurred before, at its most recent place, copied on token by token."""
-    for n in range(n_max, n_min - 1, -1):
-        for end in range(len(tokens) - 1, n - 1, -1):
-            if n <= len(tokens) and tokens[end - n : end] == tokens[len(tokens) - n :]:
-                grown = list(tokens)
-                for j in range(max(1, int(min(k, factor * n)))):
-                    grown.append(grown[end + j])
-                return tuple(grown[len(tokens) :])
-    return ()
+def copies(text, sizes, k, factor):
+    """Copy on after every place where the longest end of the text occurred before, from the most recent on."""
+    for n in sizes:
+        places = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == text[len(text) - n :]]
+        if places:
+            return [continued(text, end, max(1, int(min(k, factor * n)))) for end in places]
+    return [()]
 
 
+def continued(text, end, length):
+    grown = list(text)
+    for j in range(length):
+        grown.append(grown[end + j])
+    return tuple(grown[len(text) :])
+
+
+@pytest.mark.parametrize("bounded", [True, False], ids=["lookup", "suffix"])
 @given(
-    tokens=st.lists(st.integers(0, 3), max_size=40),
+    tokens=st.lists(st.integers(0, 3), max_size=60),
     parts=st.lists(st.integers(0, 6), max_size=30),
-    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
+    bounds=st.tuples(st.integers(1, 5), st.integers(1, 5)).map(sorted),
     k=st.integers(1, 12),
     factor=st.sampled_from([0.5, 1, 2.5, 4, math.inf]),
 )
 @settings(max_examples=300)
-def test_lookup_is_the_longest_then_most_recent_match(tokens, parts, sizes, k, factor):
+def test_a_draft_follows_the_longest_match_and_in_lookup_the_most_recent_one(bounded, tokens, parts, bounds, k, factor):
     grown = []
-    view, drafter = TokenView(grown), LookupDrafter(sizes[1], sizes[0], factor)
+    view = TokenView(grown)
+    n_min, n_max = bounds
+    drafter = LookupDrafter(n_max, n_min, factor) if bounded else SuffixDrafter(factor)
     drafter.start(view)
     for size in [*parts, len(tokens)]:
         grown.extend(tokens[len(grown) : len(grown) + size])
         drafter.commit(view)
-        drafter.commit(view)  # told the same tokens again, it stays as it is
-        chooser = Chooser(Sampling())
-        assert drafter.propose(view, k, chooser) == Proposal(brute_force(grown, *sizes, k, factor))
+        drafter.commit(view)  # the same tokens again change nothing
+        sizes = range(n_max, n_min - 1, -1) if bounded else range(len(grown) - 1, 0, -1)
+        expected = copies(grown, sizes, k, factor)
+        ids = drafter.propose(view, k, CHOOSER).ids
+        assert ids == expected[0] if bounded else ids in expected
+
+
+def test_of_equal_matches_the_suffix_drafter_copies_the_last():
+    drafter = SuffixDrafter()
+    drafter.start([1, 2, 5, 1, 2, 6, 0, 1, 2])
+    assert drafter.propose([], 1, CHOOSER).ids == (6,)
+
+
+def test_a_loose_match_ignores_case_white_space_and_underscores():
+    vocab = Vocabulary(pieces=(b"my", b"Name", b"_name", b" =", b"=", b"x", b"y"))
+    for loose, ids in ((None, ()), (vocab, (4, 5))):
+        drafter = SuffixDrafter(loose=loose)
+        drafter.start([6, 1, 4, 5, 0, 2])
+        assert drafter.propose([], 2, CHOOSER).ids == ids

@@ -81,7 +81,10 @@ def test_engines_implement_the_protocol_and_rejected_calls_do_not_change_the_sta
 @given(pieces=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10)), min_size=1, max_size=5))
 def test_any_sequence_of_forwards_and_rewinds_equals_single_steps(models, name, pieces):
     """Up to the last token of the context. Returned rows are not overwritten by later calls."""
-    model, held, kept, rng = models[name], [], [], np.random.default_rng(0)
+    model = models[name]
+    held = []
+    kept = []
+    rng = np.random.default_rng(0)
     model.reset()
     for fed, n_rows, forgotten in pieces:
         new = [int(i) for i in rng.integers(3, VOCAB, min(fed, N_CTX - len(held)))]
@@ -105,7 +108,9 @@ class FailsAt:
     """llama.cpp's API whose `n`-th decode fails or is interrupted after its computation."""
 
     def __init__(self, api, n: int, error: type[BaseException] | None):
-        self._api, self._n, self._error = api, n, error
+        self._api = api
+        self._n = n
+        self._error = error
 
     def __getattr__(self, name):
         return getattr(self._api, name)

@@ -28,7 +28,8 @@ WEIGHTS = hashlib.sha256(b"seed").digest() * 5000
 
 
 def wheel_bytes() -> bytes:
-    buffer, info = BytesIO(), "tiny_model-1.0.dist-info"
+    buffer = BytesIO()
+    info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
         archive.writestr("tiny_model/p.jsonl.gz", gzip.compress(LINE, mtime=0))

@@ -83,7 +83,8 @@ def test_models_that_would_return_wrong_logits_are_rejected(kind, config, why):
     ("qwen3_5_text", "model.layers.1.mlp.up_proj"),
 ])  # fmt: skip
 def test_a_model_with_nan_opens_and_the_module_is_located(kind, where):
-    net, sound = torch_model(kind), HfModel(torch_model(kind), None, name="m")
+    net = torch_model(kind)
+    sound = HfModel(torch_model(kind), None, name="m")
     with torch.no_grad():
         net.get_submodule(where).weight.fill_(float("nan"))
     model = HfModel(net, None, name="m")

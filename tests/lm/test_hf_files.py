@@ -67,7 +67,8 @@ def test_a_broken_file_is_one_readable_error(folder, file, content, problem):
 
 
 def test_a_config_with_extreme_numbers_or_code_is_rejected_and_no_code_runs(folder, monkeypatch):
-    path, config = folder / "config.json", json.loads((folder / "config.json").read_text())
+    path = folder / "config.json"
+    config = json.loads((folder / "config.json").read_text())
     (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody asked"))
     evil = {"model_type": "nope", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
@@ -117,9 +118,11 @@ def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
 
 
 def test_a_gguf_is_dequantized_once_and_computes_the_logits_of_llama_cpp(folder, tmp_path):
-    file, holes = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True), llama_gguf(tmp_path / "holes.gguf")
+    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+    holes = llama_gguf(tmp_path / "holes.gguf")
     with pytest.warns(UserWarning, match=r"differently from llama\.cpp"):  # letters without a merge
-        torch_side, llama = load(file, backend="hf"), load(file, threads=1)
+        torch_side = load(file, backend="hf")
+        llama = load(file, threads=1)
         # llama.cpp's tokenizer aborts on characters without byte tokens: they must not reach it
         assert load(holes, backend="hf").forward([5]).shape == (1, 64)
     ids = [260, 9, 61, 7, 270]

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from specnb.errors import EngineError, InputError, StateError
 from specnb.lm.hf.hidden import final_norm, pre_norm_states
 from specnb.lm.hf.model import HfModel
-from specnb.lm.tree import Tree
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
@@ -41,13 +40,15 @@ def opened(
     return HfModel(network(kind, dtype), None, name=kind, rollback=strategy, decoder=decoder)
 
 
-shared, reference = cache(opened), cache(network)
+shared = cache(opened)
+reference = cache(network)
 
 
 def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
     """Return the positions with states, after a comparison with transformers without a cache."""
     assert model.n_past == len(text)
-    hidden, found = model.watch_hidden(), []
+    hidden = model.watch_hidden()
+    found = []
     if text:
         net = reference(model.name, model.network.dtype)
         with torch.inference_mode(), pre_norm_states(net) as before:
@@ -81,7 +82,9 @@ actions = st.lists(
 @given(actions=actions)
 def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, decoder, actions):
     """After a repeated pass, the states are those of that pass (for mamba, of its last token)."""
-    model, text, known = shared(kind, strategy, decoder=decoder), [], []
+    model = shared(kind, strategy, decoder=decoder)
+    text = []
+    known = []
     model.reset()
     assert held(model, text) == []
     for action, n, extra in actions:
@@ -90,7 +93,8 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
         new = IDS[len(text) :][:n]
         if action == "forward":
             model.forward(new, min(extra, n))
-            known, text = [*range(len(text), len(text) + n)], text + new
+            known = [*range(len(text), len(text) + n)]
+            text = text + new
         elif action == "tree" and model.caps.trees:
             tree = random_tree(n, extra)
             model.forward_tree(new, tree)
@@ -98,7 +102,8 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
                 model.watch_hidden().at(len(text))
             path = tree.path(extra % (n + 1) - 1)
             model.keep_path(path)
-            known, text = [*range(len(text), len(text) + len(path))], text + [new[node] for node in path]
+            known = [*range(len(text), len(text) + len(path))]
+            text = text + [new[node] for node in path]
         elif action == "rewind":
             model.rewind(min(n, len(text)))
             text = text[: max(0, len(text) - n)]
@@ -110,33 +115,17 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
             assert {*found} >= {*(known if kind != "mamba" else known[-1:])}
 
 
-def test_padded_single_steps_have_one_state():
-    model = opened(dtype=torch.bfloat16, decoder="auto")
-    assert model._engine.decoder.rows > 1
-    model.watch_hidden()
-    for step, token in enumerate(IDS[:4]):
-        model.forward([token])
-        assert held(model, IDS[: step + 1], close=0.2) == [step]
-    model.forward_tree(IDS[4:8], Tree((-1, -1, 1, 0)))
-    model.keep_path([1, 2])
-    assert held(model, [*IDS[:4], IDS[5], IDS[6]], close=0.2) == [4, 5]
-
-
-def test_one_hook_is_added_on_the_first_request_only():
+def test_the_hook_is_added_once_ignores_other_passes_and_is_removed():
     model = opened()
     norm = final_norm(model.network)
-    assert not norm._forward_hooks
-    model.forward_tree(IDS[:3], Tree((-1, -1, 1)))
     hidden = model.watch_hidden()
     assert model.watch_hidden() is hidden and len(norm._forward_hooks) == 1
-    model.keep_path([1, 2])
-    assert held(model, IDS[1:3]) == []  # that pass was before the hook
     model.forward(IDS[4:6])
     with model.network.lm_head.register_forward_hook(lambda *_: 1 / 0), pytest.raises(EngineError):
         model.forward(IDS[20:23])
     model.forward(IDS[4:6])
-    model.locate_nonfinite(IDS[20:30])  # the hook ignores this pass
-    assert held(model, [*IDS[1:3], *IDS[4:6], *IDS[4:6]]) == [4, 5]
+    model.locate_nonfinite(IDS[20:30])
+    assert held(model, [*IDS[4:6], *IDS[4:6]]) == [2, 3]
     model.close()
     assert not norm._forward_hooks
     for use in (lambda: hidden.at(3), model.watch_hidden, lambda: model.network):

@@ -12,7 +12,7 @@ import specnb
 from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
-from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, RoundedMatrix, group_of, round_rows
+from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Kind, group_of
 from specnb.lm.hf.files import blocks_network
 from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
@@ -67,16 +67,6 @@ def test_a_coarse_matrix_has_four_bits(kind):
     assert ((dequantized(blocks) - weights).abs() <= 0.501 * step + 1e-7).all()
 
 
-def test_rounding_preserves_extremes_and_constant_groups():
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    weight[0] = 0.25
-    for bits in (4, 8):
-        blocks = round_rows(weight, bits)
-        step = blocks.scales.repeat_interleave(group_of(64, bits), dim=1)
-        assert ((dequantized(blocks) - weight).abs() <= 0.501 * step + 1e-7).all()
-        assert blocks.codes.max() == 2**bits - 1
-
-
 @pytest.mark.parametrize("kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]])
 def test_the_product_uses_the_weights_of_all_its_layers(kinds, monkeypatch):
     monkeypatch.setattr(int4, "PACKED_AT_ONCE", 1)  # 64 rows at a time
@@ -107,47 +97,45 @@ def test_an_embedding_reads_its_rows_from_the_file():
     assert torch.equal(table(ids), table.weight[ids])
 
 
-def test_a_file_opens_with_its_weights(tmp_path):
-    """All tensors of this file are float32; rounding to 8 bits changes the logits only slightly."""
-    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
-    wide = specnb.load(f"{file}?backend=hf&dtype=float32")
-    model = specnb.load(f"{file}?backend=hf&dtype=int4")
+@pytest.fixture
+def file(tmp_path):
+    """A model whose tensors are all float32."""
+    return llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+
+
+def test_a_file_opens_with_its_weights(file):
+    """Rounding to 8 bits changes the logits only slightly."""
+    wide, model, coarse = (
+        specnb.load(f"{file}?backend=hf&dtype={kind}") for kind in ("float32", "int4", "int4&coarse=true")
+    )
     ids = [5, 9, 4, 30, 31, 17]
-    expected, got = wide.forward(ids), model.forward(ids)
+    expected = wide.forward(ids)
+    got = model.forward(ids)
     assert model.caps.dtype == "int4" and vars(model.vocab) == vars(wide.vocab)
     assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected - expected.mean(1, keepdims=True))
-    with pytest.raises(InputError, match="llama, qwen2, qwen3"):
-        specnb.load(f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4")
-    with pytest.raises(InputError, match="cpu"):
-        specnb.load(f"{file}?backend=hf&dtype=int4&device=cuda")
+    assert [each.network.model.layers[0].mlp.up_proj.matrix.bits for each in (model, coarse)] == [8, 4]
 
 
-def test_a_missing_tensor_is_an_error_with_its_name(tmp_path):
-    file = llama_gguf(tmp_path / "tiny.gguf", all_bytes=True)
+def test_a_missing_tensor_is_an_error_with_its_name(file):
     data = file.read_bytes()
     file.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gote.weight"))
     with pytest.raises(LoadError, match=r"blk\.1\.ffn_gate\.weight"):
         specnb.load(f"{file}?backend=hf&dtype=int4")
 
 
-def test_a_folder_is_rounded(tmp_path):
-    folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
-    model = specnb.load(f"{folder}?dtype=int4")
-    kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
-    assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
-    assert model.network.lm_head.matrix.bits == 8
-    coarse = specnb.load(f"{folder}?dtype=int4&coarse=true")
-    assert coarse.network.lm_head.matrix.bits == 4
-    with pytest.raises(InputError, match="dtype=int4, got dtype=bfloat16"):
-        specnb.load(f"{folder}?dtype=bfloat16&coarse=true")
-    gpt2 = torch_folder(tmp_path / "gpt2", "gpt2")
-    with pytest.raises(InputError, match="GPT2LMHeadModel"):
-        specnb.load(f"{gpt2}?dtype=int4")
+def test_int4_is_for_gguf_files_of_some_families_on_the_cpu(file, tmp_path):
+    for name, value in (
+        (f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4", "llama, qwen2, qwen3"),
+        (f"{file}?backend=hf&dtype=int4&device=cuda", "on cuda"),
+        (f"{torch_folder(tmp_path / 'tiny')}?dtype=int4", "a GGUF file"),
+        (f"{file}?backend=hf&dtype=bfloat16&coarse=true", "dtype=int4, got dtype=bfloat16"),
+    ):
+        with pytest.raises(InputError, match=value):
+            specnb.load(name)
 
 
-def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(tmp_path):
-    folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
-    origin = specnb.load(f"{folder}?dtype=int4").network.model.layers[0]
+def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(file):
+    origin = specnb.load(f"{file}?backend=hf&dtype=int4").network.model.layers[0]
     dense = dense_copy(origin)
     assert type(dense.mlp.up_proj) is torch.nn.Linear and isinstance(origin.mlp.up_proj, BlockLinear)
     assert torch.equal(dense.mlp.up_proj.weight, origin.mlp.up_proj.weight)
@@ -174,28 +162,13 @@ def test_the_result_is_cached_for_this_cpu(monkeypatch, tmp_path):
     assert int4.is_fastest("float32") == first and len([*Path(tmp_path, "int4").iterdir()]) == 1
 
 
-def test_the_layouts_are_those_of_ggml():
-    for kind, (n_bytes, _) in LAYOUTS.items():
-        assert gguf.GGML_QUANT_SIZES[kind][1] == n_bytes
-
-
-def test_weights_are_counted_for_all_ways_to_open_a_name():
-    entry = files.ENTRIES["smollm2-135m"]
-    sizes = {
-        "smollm2-135m": entry.member_bytes,
-        "smollm2-135m?backend=hf&dtype=int4": entry.member_bytes,
-        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # float32 by default
-        "smollm2-135m?backend=hf&dtype=bfloat16": 2 * entry.parameters,
-    }
-    assert {name: files.weights_bytes(files.parse(name)) for name in sizes} == sizes
-
-
 def test_a_layer_that_the_kernel_does_not_support_keeps_its_bias(tmp_path):
     """The 8 outputs of k_proj are not a multiple of 16."""
     net = torch_model("llama", num_key_value_heads=1, head_dim=8, attention_bias=True)
     for layer in net.model.layers:
         layer.self_attn.k_proj.bias.data.fill_(2.0)
-    file, names = tmp_path / "biased.gguf", gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    file = tmp_path / "biased.gguf"
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     out = gguf.GGUFWriter(str(file), "llama")
     for key, value in net.state_dict().items():
         module, _, part = key.rpartition(".")

@@ -86,7 +86,8 @@ def test_invalid_names_are_rejected():
 
 
 def test_llama_cpp_opens_the_gguf_next_to_a_folder_or_its_float32_copy(folder):
-    hybrid, gguf = hybrid_folder(folder / "hybrid", "qwen35"), folder / "hybrid.f16.gguf"
+    hybrid = hybrid_folder(folder / "hybrid", "qwen35")
+    gguf = folder / "hybrid.f16.gguf"
     name = f"{hybrid}?backend=llama&weights=f32&threads=1"
     with pytest.raises(InputError, match=f"got the folder {hybrid}.*{gguf}"):
         load(name)
@@ -94,7 +95,8 @@ def test_llama_cpp_opens_the_gguf_next_to_a_folder_or_its_float32_copy(folder):
     assert local_file(parse(f"{hybrid}?backend=llama")) == gguf
     file = local_file(parse(name))
     assert file == local_file(parse(name)) and file.is_file() and file.parent == folder / "cache" / "requantised"
-    model, torch = load(name), load(hybrid)
+    model = load(name)
+    torch = load(hybrid)
     expected = torch.forward([5, 6, 7])
     assert (model.caps.engine, model.name) == ("llama.cpp", name)
     np.testing.assert_allclose(model.forward([5, 6, 7]), expected, atol=0.02 * np.ptp(expected))
@@ -112,7 +114,8 @@ REPOSITORY = ["README.md", "mmproj-Q8_0.gguf", "tiny-q8_0.gguf", "tiny-IQ8_0.ggu
 @pytest.fixture
 def hub(folder, monkeypatch):
     """Fakes of two functions of the hub library, with a tiny model; returns what was downloaded."""
-    snapshot, fetched = folder / "hub" / "models--ORG--NAME" / "snapshots" / "v1", []
+    snapshot = folder / "hub" / "models--ORG--NAME" / "snapshots" / "v1"
+    fetched = []
 
     def download(repository, name, *, revision):
         fetched.append((repository, name, revision))
@@ -185,6 +188,8 @@ def test_weights_count_all_parts_in_the_requested_type(tmp_path):
     sizes = {
         str(tmp_path / "big-00001-of-00003.gguf"): 6,
         "smollm2-135m": entry.member_bytes,
+        "smollm2-135m?backend=hf&dtype=int4": entry.member_bytes,
+        "smollm2-135m:q8_0?backend=hf": 4 * entry.parameters,  # float32 by default
         "smollm2-135m?backend=hf&dtype=bfloat16": 2 * entry.parameters,
         str(folder): stored,
         f"{folder}?dtype=float16": stored // 2,

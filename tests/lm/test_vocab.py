@@ -1,8 +1,6 @@
 """Bytes of token ids, comparison of vocabularies, and chat templates as in transformers."""
 
 import copy
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +10,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from specnb.errors import InputError, VocabularyMismatch
-from specnb.lm import chat
 from specnb.lm.chat import render_chat
 from specnb.lm.hf.files import tokenizer_vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
@@ -29,7 +26,8 @@ def config(vocab_size: int, eos_token_id: int | None = None) -> SimpleNamespace:
 @given(piece_lists, piece_lists)
 @example((b"ab", b"c"), (b"a", b"bc"))
 def test_the_first_difference_is_the_first_different_piece(a, b):
-    left, right = Vocabulary(a), Vocabulary(b)
+    left = Vocabulary(a)
+    right = Vocabulary(b)
     at = first_difference(left, right)
     assert (at is None) == (a == b)
     if at is not None:
@@ -82,8 +80,7 @@ def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
     )  # padding rows of the logits
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
-    assert vocab.pieces[3:259] == tuple(bytes([b]) for b in range(256))
-    assert vocab.pieces[259:] == (b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
+    assert vocab.pieces[258:] == (b"\xff", b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
     assert vocab.kind == "spm" and vocab.add_bos and vocab.bos == 1 and vocab.eog == {2} and vocab.special >= {1, 2}
 
 
@@ -116,26 +113,6 @@ def test_a_hostile_or_broken_template_is_one_error_without_side_effects():
     assert before == MESSAGES
 
 
-ENDLESS = (
-    "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-    "{% for i in range(10**5) %}{% for j in range(10**5) %}{{ loop.index }}{% endfor %}{% endfor %}",
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for i in range(10**5) %}{{ range(10**5) | map('string') | join | length }}{% endfor %}",
-)
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_an_endless_template_is_stopped_in_any_thread(template, monkeypatch):
-    monkeypatch.setattr(chat, "MAX_S", 0.2)
-    trace = sys.gettrace()
-    vocab = Vocabulary((b"<s>",), chat_template=template)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="template"):
-        pool.submit(chat.render_chat, vocab, MESSAGES).result(timeout=60)
-    with pytest.raises(InputError, match="template"):
-        chat.render_chat(vocab, MESSAGES)
-    assert sys.gettrace() is trace
-
-
 def test_the_default_of_named_templates_is_used(byte_level):
     tokenizer = copy.copy(byte_level)
     for stated, expected in (
@@ -151,10 +128,8 @@ def test_the_default_of_named_templates_is_used(byte_level):
 @pytest.mark.parametrize(
     ("own", "generation", "key", "beyond"),
     [
-        ({"eos_token_id": 300}, {}, "eos_token_id", 300),
         ({"eos_token_id": [5, 300]}, {}, "eos_token_id", 300),
         ({"pad_token_id": 300}, {}, "pad_token_id", 300),
-        ({}, {"bos_token_id": 300}, "bos_token_id", 300),
         ({}, {"eos_token_id": [1, 301]}, "eos_token_id", 301),
         ({"pad_token_id": -1}, {}, "", 0),
     ],
@@ -166,14 +141,3 @@ def test_an_id_without_an_embedding_row_is_rejected(byte_level, own, generation,
         return
     with pytest.raises(InputError, match=rf"{key} is {beyond}\b.*\b300 rows"):
         tokenizer_vocabulary(byte_level, *settings)
-    with pytest.raises(InputError, match=f"{key} is {beyond}"):
-        tokenizer_vocabulary(None, *settings)
-
-
-def test_the_tokenizers_eos_needs_an_embedding_row(byte_level):
-    tokenizer = copy.deepcopy(byte_level)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
-    size = len(tokenizer)
-    assert tokenizer_vocabulary(tokenizer, config(size), None).eos == size - 1
-    with pytest.raises(InputError, match=f"eos_token_id is {size - 1}"):
-        tokenizer_vocabulary(tokenizer, config(size - 1), None)

@@ -131,7 +131,7 @@ def test_the_fork_of_a_greedy_run_that_differs_is_recorded(target):
 
 def test_invalid_drafters_and_prompts_raise_errors_before_timing(target, monkeypatch):
     monkeypatch.setattr(experiment, "verify_costs", lambda *_, **__: pytest.fail("timed"))
-    monkeypatch.setattr("specnb.draft.translate.load", Mock(side_effect=LoadError("damaged")))
+    monkeypatch.setattr("specnb.draft.model.load", Mock(side_effect=LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
         run(drafter="small.gguf")
     target.close.assert_called_once()

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import NamedTuple
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.gguf.header import Header, read_header
+from specnb.lm.gguf.header import sound_header
 from specnb.lm.vocab import Vocabulary
 
 SPIN_TURNS = "10000"
@@ -83,10 +83,10 @@ def load_library() -> Library:
 
 
 class FileTokenizer:
-    """llama.cpp's tokenizer of a GGUF file, and its `vocab`, without the weights."""
+    """llama.cpp's tokenizer of a GGUF file whose header was checked, and its `vocab`, without weights."""
 
     def __init__(self, gguf: Path) -> None:
-        self.model = open_model(sound_header(gguf), vocab_only=True)
+        self.model = open_model(gguf, vocab_only=True)
         weakref.finalize(self, load_library().api.llama_model_free, self.model)
         self.vocab = read_vocabulary(self.model)
 
@@ -94,29 +94,18 @@ class FileTokenizer:
         return tokenize(self.model, self.vocab, text, special=special)
 
 
-def open_model(header: Header, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
-    """Open a model by its checked header (llama_model_load_from_file). Raises LoadError with the reason."""
+def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
+    """Open a file whose header was checked (llama_model_load_from_file). Raises LoadError with the reason."""
     lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
     params.vocab_only = vocab_only
     params.use_extra_bufts = repack
     lib.errors.clear()
-    model = lib.api.llama_model_load_from_file(os.fsencode(header.path), params)
+    model = lib.api.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        raise LoadError(f"llama.cpp cannot open {header.path}: {lib.reasons()}")
+        raise LoadError(f"llama.cpp cannot open {path}: {lib.reasons()}")
     return model
-
-
-def sound_header(path: Path) -> Header:
-    """Return the checked header of a file. Raises LoadError if llama.cpp would abort on it.
-
-    After a LoadError, generation can continue without the drafter.
-    """
-    try:
-        return read_header(path)
-    except InputError as error:
-        raise LoadError(str(error)) from error
 
 
 def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.errors import InputError
+from specnb.errors import InputError, LoadError
 from specnb.io import reading, regular_stat
 
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """struct format of each GGUF value type of fixed width."""
 
@@ -83,6 +84,17 @@ def read_header(path: Path) -> Header:
         if header.get(MODEL, str, "none") not in NO_VOCABULARY:
             _check_tokens(header)
     return header
+
+
+def sound_header(path: Path) -> Header:
+    """Return the checked header of a file. Raises LoadError if llama.cpp would abort on it.
+
+    After a LoadError, generation can continue without the drafter.
+    """
+    try:
+        return read_header(path)
+    except InputError as error:
+        raise LoadError(str(error)) from error
 
 
 def _check_sizes(header: Header) -> None:
@@ -166,7 +178,10 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         expected = "expected GGUF 2 or 3, little endian: download or convert the file again"
         raise InputError(f"{path} starts with {magic!r}, version {version:#x}, {expected}")
     n_tensors, n_keys = take("QQ")
-    values, packed, shapes, places = {}, {}, {}, {}
+    values = {}
+    packed = {}
+    shapes = {}
+    places = {}
     for _ in range(n_keys):
         start = place
         key = text()

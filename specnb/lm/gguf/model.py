@@ -27,7 +27,7 @@ from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
-from specnb.lm.gguf.header import ARCHITECTURE, Header
+from specnb.lm.gguf.header import ARCHITECTURE, Header, sound_header
 from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
 from specnb.lm.rollback import (
     AUTO,
@@ -173,8 +173,9 @@ class GgufModel(RewindableModel):
             raise InputError(f"gpu_layers is {gpu_layers}, but {reason}")
         n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(n_bytes, name=name)
-        plan = partial(
-            Plan,
+        # forward passes of a recurrent model cannot be padded, and are not probed
+        certifiable = not states_recurrence(sound_header(path)) and exact != "false"
+        plan = Plan(
             n_ctx=n_ctx,
             kv=kv,
             gpu_layers=gpu_layers,
@@ -182,23 +183,22 @@ class GgufModel(RewindableModel):
             depth=rollback_depth,
             n_bytes=n_bytes,
             counts=[threads] if threads else thread_counts(available_cores()),
+            paddings=[*PADDINGS] if exact == "true" else [""],
         )
-        header = binding.sound_header(path)
-        # forward passes of a recurrent model cannot be padded, and are not probed
-        if exact != "false" and not states_recurrence(header):
-            opened = cls._open(header, name, plan(paddings=[*PADDINGS] if exact == "true" else [""]))
+        if certifiable:
+            opened = cls._open(path, name, plan)
             if exact == "true" or opened.caps.same_bits_up_to:
                 return opened
             opened.close()
-        return cls._open(header, name, plan(paddings=[]))
+        return cls._open(path, name, replace(plan, paddings=[]))
 
     @classmethod
-    def _open(cls, header: Header, name: str, plan: Plan) -> "GgufModel":
+    def _open(cls, path: Path, name: str, plan: Plan) -> "GgufModel":
         """Open a file according to `plan`; certify it if the plan has paddings."""
         api = binding.load_library().api
         with ExitStack() as undo:
             # 1. weights: repacked weights are faster, but round depending on the width of a pass
-            model = binding.open_model(header, plan.gpu_layers, repack=not plan.paddings)
+            model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
             # 2. context, with room for padding and snapshots
             plan = plan.completed(model)
@@ -254,15 +254,6 @@ class GgufModel(RewindableModel):
         with self._engine.lock:  # so that `close` in another thread cannot free the model meanwhile
             self._require_open()
             return binding.tokenize(self._model, self.vocab, text, special=special)
-
-    def open_engine(self, n_ctx: int) -> "LlamaEngine":
-        """Open another engine with these weights, without a rollback strategy."""
-        self._require_open()
-        kv, threads, flash = (self.caps.details[name] for name in ("kv", "threads", "flash_attention"))
-        context = binding.open_context(self._model, n_ctx, kv, threads, flash_attention=flash)
-        engine = LlamaEngine(self.name, context, self.vocab.size, width=MAX_BATCH)
-        weakref.finalize(engine, binding.load_library().api.llama_free, context)
-        return engine
 
     def close(self):
         if self._engine is not None:

@@ -192,7 +192,9 @@ class Decoder:
         to return.
         """
         n = len(x)
-        H, G, d = self.H, self.G, self.d
+        H = self.H
+        G = self.G
+        d = self.d
         half = d // 2
         pad = max(0, self.rows - n)
         self._reserve(n_held + n)
@@ -253,7 +255,8 @@ class Decoder:
 
     def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
         """Return the attention of a few tokens in one call, faster than the general `plan`."""
-        G, d = self.G, self.d
+        G = self.G
+        d = self.d
         shared = self.H // G
         # In float32, the bits of a row may depend on the number of rows. In bfloat16 they do not,
         # except that CPUs with AVX2 only use another kernel for fewer than four rows.
@@ -345,6 +348,11 @@ def mask_call(n: int, n_held: int, shared: int, size: int, dtype: torch.dtype) -
     """Return the mask `(1, 1, size, keys)` of `n` tokens after `n_held`, `shared` queries each."""
     tokens = (torch.arange(size) // shared).clamp(max=n - 1)
     hidden = torch.arange((n_held // LANES + 1) * LANES) > n_held + tokens[None, None, :, None]
+    return additive_mask(hidden, dtype)
+
+
+def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an attention mask to add: -inf where `hidden`, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
@@ -381,8 +389,7 @@ def plan(
             token = token.clip(max=len(rows) - 1)
             queries = rows[token][:, None] * H + heads  # (calls, G, size)
             hidden = torch.from_numpy(np.arange(keys) > visible[token][:, None, :, None])
-            mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-            calls.append(Call(path, torch.from_numpy(queries.ravel()), mask))
+            calls.append(Call(path, torch.from_numpy(queries.ravel()), additive_mask(hidden, dtype)))
             place[queries.ravel()] = base + np.arange(queries.size)
             base += queries.size
     return calls, torch.from_numpy(np.concatenate([place[:H]] * pad + [place]))

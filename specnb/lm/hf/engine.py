@@ -19,7 +19,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 from specnb.errors import InputError, LoadError
-from specnb.lm.hf.decoder import Decoder, attends_to_all
+from specnb.lm.hf.decoder import Decoder, additive_mask, attends_to_all
 from specnb.lm.probe import Steps
 from specnb.lm.rollback import Engine
 from specnb.lm.tree import Tree
@@ -120,7 +120,8 @@ class SavedState(NamedTuple):
         """Restore the recurrent states of `cache`, which must not be empty, but not attention."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
-            layer.conv_states, layer.recurrent_states = _copies(conv), _copies(states)
+            layer.conv_states = _copies(conv)
+            layer.recurrent_states = _copies(states)
 
 
 def _copies(states: States) -> States:
@@ -131,8 +132,7 @@ def tree_mask(tree: Tree, n_held: int, model: PreTrainedModel) -> torch.Tensor:
     """Return the tree mask after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
     # not boolean: eager attention would silently add False and True as 0 and 1
     hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is visible
-    mask = torch.zeros(hidden.shape, dtype=model.dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-    return mask[None, None].to(model.device)
+    return additive_mask(torch.from_numpy(hidden)[None, None], model.dtype).to(model.device)
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:

@@ -8,22 +8,20 @@ The kernel accepts 4-bit codes. An 8-bit code is 16 high + low: the halves are c
 the inputs, and the inputs are repeated, so that the kernel adds both in float32.
 """
 
-import contextlib
 import itertools
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from statistics import median
 from time import perf_counter
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specnb.errors import InputError
-from specnb.io import cache_dir, digest, read_text, write_atomic
-from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Matrix, RoundedMatrix, group_of
-from specnb.lm.hf.product import Product, can_multiply
-from specnb.lm.probe import kernel_facts
+from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, group_of
+from specnb.lm.hf.product import Product, can_multiply, joined_bias
+from specnb.lm.probe import kernel_facts, probed_once
 
 OUTPUTS = 16
 """The kernel needs a multiple of this number of outputs."""
@@ -41,7 +39,7 @@ SERIAL = 32768
 class BlockLinear(nn.Linear):
     """A linear layer with the weights of `matrix`. Each use of `weight` dequantizes all of them."""
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
+    def __init__(self, matrix: FileMatrix, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.matrix = matrix
@@ -130,8 +128,7 @@ class PackedPart:
             self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(0, 1)
         for layer in layers:
             layer.matrix.forget()
-        biases = [layer.bias for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases).detach() if biases else None
+        self.bias = joined_bias(layers)
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.bits == 8:
@@ -174,11 +171,15 @@ def is_fastest(wide: str) -> bool:
     Times PROBED products of PROBED_SIZE squared, which exceed the CPU caches, once per CPU, torch
     version and `wide`. The result is cached on disk.
     """
-    file = cache_dir() / "int4" / digest([*kernel_facts(), torch.__version__, torch.get_num_threads(), wide])
-    with contextlib.suppress(InputError):
-        return read_text(file) == "True"
+    key = [*kernel_facts(), torch.__version__, torch.get_num_threads(), wide]
+    return probed_once("int4", key, lambda: str(_test_speed(wide))) == "True"
+
+
+def _test_speed(wide: str) -> bool:
     layer = nn.Linear(PROBED_SIZE, PROBED_SIZE, bias=False, dtype=getattr(torch, wide))
-    in_blocks = BlockLinear(RoundedMatrix(layer.weight.detach(), 4))
+    row_bytes = PROBED_SIZE // GROUP * LAYOUTS[Kind.Q4_0][0]
+    blocks = np.zeros((PROBED_SIZE, row_bytes), np.uint8)
+    in_blocks = BlockLinear(FileMatrix(Kind.Q4_0, blocks, (PROBED_SIZE, PROBED_SIZE)))
     candidates = {
         wide: [Product(layer, packed=can_multiply(layer.weight.dtype)) for _ in range(PROBED)],
         "int4": [Int4Product(in_blocks) for _ in range(PROBED)],
@@ -193,10 +194,7 @@ def is_fastest(wide: str) -> bool:
             for product in candidates[name]:
                 product(x)
             taken_s[name, rows].append(perf_counter() - start_s)
-    fastest = all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
-    with contextlib.suppress(InputError):  # without a writable cache, each load repeats the test
-        write_atomic(file, str(fastest).encode())
-    return fastest
+    return all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))
 
 
 def fits(module: nn.Module) -> bool:
@@ -214,14 +212,3 @@ def dense_copy(module: nn.Module) -> nn.Module:
     dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
     dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
     return dense
-
-
-def round_network(net: nn.Module, head_bits: int = 8) -> None:
-    """Round the linear layers of a network to 4 bits, and its lm_head to `head_bits`."""
-    head = net.get_output_embeddings()
-    for parent in [*net.modules()]:
-        for name, module in [*parent.named_children()]:
-            if fits(module):
-                bits = head_bits if module is head else 4
-                weight = module.weight.detach().bfloat16()
-                setattr(parent, name, BlockLinear(RoundedMatrix(weight, bits), module.bias))

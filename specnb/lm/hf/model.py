@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 from weakref import WeakSet
 
 import torch
@@ -22,19 +22,27 @@ from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_tre
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
-from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.int4 import BlockLinear
 from specnb.lm.hf.product import pack
-from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.probe import certified, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, Recompute, RewindableModel, RollbackDepth, RollbackKind
+from specnb.lm.rollback import AUTO, DEPTH, Recompute, Recorder, RewindableModel, RollbackDepth, RollbackKind
 from specnb.lm.vocab import tokenizing
 from specnb.machine import require_memory, thread_counts
+
+if TYPE_CHECKING:
+    from specnb.lm.hf.hidden import HiddenStates, LayerStates
 
 STEPS = {
     "later": "transformers ignores the state in blocks of this family: layers run token by token",
     "single": "transformers' blocks and single steps of this family differ: it runs token by token",
 }
+
+
+def _recorder(kind: str, engine: TorchEngine, depth: int) -> Recorder:
+    from specnb.lm.hf import record  # for recurrent models only
+
+    recorders = {"replay": record.ActivationRecorder, "snapshots": record.StateRecorder}
+    return recorders[kind](engine, depth)
 
 
 class HfModel(RewindableModel, TreeModel):
@@ -61,9 +69,11 @@ class HfModel(RewindableModel, TreeModel):
         config = model.config.get_text_config(decoder=True)
         self.vocab = hf_files.tokenizer_vocabulary(tokenizer, config, model.generation_config)
         self._tokenizer = tokenizer
+        self._hidden: HiddenStates | None = None
+        self._layer_states: WeakSet[LayerStates] = WeakSet()
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
-        int4 = any(isinstance(module, BlockLinear) for module in model.modules())
+        # 1. Run our own forward pass if it supports the model, else transformers'.
         no_decoder = refuse(model)
         if not no_decoder and decoder != AUTO:
             no_decoder = "requested by the option"
@@ -74,8 +84,7 @@ class HfModel(RewindableModel, TreeModel):
             rows = 1 if exact == "false" else ROWS
             self._engine = DecoderEngine(model, Decoder(model, n_ctx, rows=rows))
             packed = self._engine.decoder.packed
-        self._hidden: HiddenStates | None = None
-        self._layer_states = WeakSet[LayerStates]()
+        int4 = any(isinstance(module, BlockLinear) for module in model.modules())
         self.rollback = Recompute(self._engine)
         self.caps = Capabilities(
             engine="torch",
@@ -93,15 +102,16 @@ class HfModel(RewindableModel, TreeModel):
                 "attention": config._attn_implementation if no_decoder else "blocks of 4 to 16 rows",
             },
         )
+        # 2. Find how tokens must be fed, and an exact rollback.
         with hf_files.quiet():  # the first forward passes warn about fast kernels that are missing
             # recurrent models, and configs that may be encoders
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
-                "replay": partial(ActivationRecorder, self._engine, rollback_depth),
-                "snapshots": partial(StateRecorder, self._engine, rollback_depth),
+                kind: partial(_recorder, kind, self._engine, rollback_depth) for kind in ("replay", "snapshots")
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
+        # 3. Check trees; our own forward pass supports them.
         no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
         details = dict(self.caps.details)
         if steps in STEPS:
@@ -113,6 +123,7 @@ class HfModel(RewindableModel, TreeModel):
             trees=not no_trees,
             trees_reason=no_trees,
         )
+        # 4. Certify equal bits, and let the number of threads follow the free cores.
         most = torch.get_num_threads()
         counts = thread_counts(most) if follow_cores and model.device.type == "cpu" else [most]
         any_time = not no_decoder and exact != "false" and self._certify(counts)
@@ -138,7 +149,7 @@ class HfModel(RewindableModel, TreeModel):
         """Open a folder or a hub id.
 
         Args:
-            dtype: float32, bfloat16, float16 or int4.
+            dtype: float32, bfloat16, float16, or int4 (a GGUF file on the CPU).
             device: cpu or cuda[:n].
             n_ctx: tokens of context (0: the model's limit, at most 4096).
             threads: torch's threads (0: its current number, fewer while other processes use cores).
@@ -160,8 +171,8 @@ class HfModel(RewindableModel, TreeModel):
         if dtype == "int4":
             load = partial(hf_files.load_int4, coarse=coarse)
         else:
-            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
-        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
+            load = partial(hf_files.load_network, dtype=getattr(torch, dtype), revision=revision)
+        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx)
         return cls(
             model,
             tokenizer,
@@ -222,17 +233,21 @@ class HfModel(RewindableModel, TreeModel):
         name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
-    def watch_hidden(self) -> HiddenStates:
+    def watch_hidden(self) -> "HiddenStates":
         """Return the hidden states before lm_head, updated by each forward pass; repeatable.
 
         Raises InputError if the final norm cannot be identified.
         """
+        from specnb.lm.hf.hidden import HiddenStates  # for heads only
+
         self._require_open()
         self._hidden = self._hidden or HiddenStates(self._engine, self)
         return self._hidden
 
-    def watch_layers(self, layers: Sequence[int]) -> LayerStates:
+    def watch_layers(self, layers: Sequence[int]) -> "LayerStates":
         """Collect the outputs of these layers, from 0, from the next forward pass until `close`."""
+        from specnb.lm.hf.hidden import LayerStates  # for heads only
+
         self._require_open()
         states = LayerStates(self._engine, layers, self.caps.n_ctx)
         self._layer_states.add(states)

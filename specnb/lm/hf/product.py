@@ -5,6 +5,8 @@ float32 product has another kernel for single rows, and packs the weights in eac
 rows: nine rows then cost 1.6 to 2 times as much as one. Packed weights are a second copy in memory.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -31,13 +33,18 @@ def can_pack(net: PreTrainedModel) -> bool:
     return can_multiply(net.dtype) and fits
 
 
+def joined_bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    """Return the concatenated biases of linear layers; None if they have none."""
+    biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
+    return torch.cat(biases) if biases else None
+
+
 class Product:
     """`x (rows, inputs) @ W.T + b` for several concatenated linear layers: `(rows, outputs)`."""
 
     def __init__(self, *layers: nn.Linear, packed: bool) -> None:
         weight = torch.cat([layer.weight.detach() for layer in layers])
-        biases = [layer.bias.detach() for layer in layers if layer.bias is not None]
-        self.bias = torch.cat(biases) if biases else None
+        self.bias = joined_bias(layers)
         self.packed = packed
         self.shape = (*weight.shape, str(weight.dtype))
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if packed else weight
