@@ -7,7 +7,7 @@ sound runs show, or rounding to the dtype.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -40,6 +40,8 @@ HEAT = (-1.0, 8.0)
 
 TENSOR = ["at", "call", "role", "name"]
 """The columns that identify a tensor."""
+LABELS = ["order", "module", *TENSOR, "discrete"]
+"""The columns that have one value per tensor."""
 
 
 class Node(NamedTuple):
@@ -64,6 +66,16 @@ class Node(NamedTuple):
 def name_module(node: Node) -> str:
     """Return a readable name of a node's module."""
     return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
+
+
+def expand_tokens(tensors: Sequence[tuple], **more: type) -> pd.DataFrame:
+    """Return one row per token, from one row per tensor.
+
+    A tensor has the values of LABELS, and arrays of positions, errors, gains and `more` columns.
+    """
+    types = {"position": int, "error": float, "gain": float, **more}
+    table = pd.DataFrame(tensors, columns=[*LABELS, *types]).explode([*types], ignore_index=True)
+    return table.astype({**types, "discrete": bool})
 
 
 def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:

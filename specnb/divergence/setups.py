@@ -38,6 +38,7 @@ from specnb.divergence.errors import (
     TENSOR,
     TIMES_FLOOR,
     Node,
+    expand_tokens,
     flat,
     gains,
     judge_errors,
@@ -59,7 +60,7 @@ from specnb.divergence.trace import (
     Key,
     ModuleTrace,
     Whole,
-    find_turned,
+    find_offset,
 )
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
@@ -142,13 +143,11 @@ class Lab:
         self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers by path; tied ones appear under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
-        parts = find(self.reference)
-        self._rotaries = [*dict(parts["rotary"])]
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as in the script, and in blocks."""
         self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
-        routers = self.floor.index.isin([*dict(parts["router"])], level="at")
+        routers = self.floor.index.isin([path for path, _ in find(self.reference)["router"]], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """Floors of tensors that cannot be judged: sound runs differ so much that zeros would pass.
 
@@ -171,14 +170,16 @@ class Lab:
         trace = builder.trace()
         relabel(trace, neighbour, self.meant)
         run = script.align(trace)
+        sound = self.sound[0].whole
+        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
         errors = local_errors(self.reference, run)
-        shifted = self._explain_offset(errors, run)
-        errors.loc[shifted, "error"] = 0.0
+        if offset := find_offset(pairs):
+            errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
         errors = judge_errors(errors, self.floor, script.last_feeds)
         coarser = self._coarser_type(logits) if errors["wrong"].any() else ""
         if coarser:
             errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, run, logits, shifted.any(), coarser)
+        return Outcome(setup, script, errors, trace, run, logits, bool(offset), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """Return the logits of a set-up without hooks."""
@@ -227,18 +228,6 @@ class Lab:
             raise InputError(f"{setup.id} runs the draft next to a target: give one")
         return self.target
 
-    def _explain_offset(self, errors: pd.DataFrame, run: Alignment) -> pd.Series:
-        """Mark the rows that a single offset of all positions explains.
-
-        A model without rotary modules has learned positions; there, an offset is an error.
-        """
-        sound = self.sound[0].whole
-        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
-        turned = [find_turned(path, pairs) for path in self._rotaries]
-        if not turned or not all(turned):
-            return pd.Series(False, index=errors.index)
-        return errors["module"].isin(self._rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
-
     def _coarser_type(self, logits: Logits) -> str:
         """Return the coarser type than the draft's that all logits are rounded to; "" if none."""
         coarser = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
@@ -266,8 +255,8 @@ def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
 def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     """Replay a run on the pristine `reference`; return one row per tensor and token.
 
-    Columns: order, module, call, role, name, at, discrete, position, error, gain. `module` computed
-    the tensor; for an input it is the module that contains `at`, where the tensor was captured.
+    `module` computed the tensor; for an input it is the module that contains `at`, where the tensor
+    was captured.
     `error` is relative L2, `gain` is <a, b> / <a, a> of the sound tensor a and the run's b. For
     integers, `error` is 1 if any differs; for experts chosen by scores, it is the difference of
     their scores, relative to all scores.
@@ -276,10 +265,7 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     with watch_modules(reference, replay.enter, replay.leave):
         ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
-    columns = {"position": int, "error": float, "gain": float}
-    labels = ["order", "module", "call", "role", "name", "at", "discrete"]
-    tensors = pd.DataFrame(replay.errors, columns=[*labels, *columns])
-    return tensors.explode([*columns], ignore_index=True).astype(columns)
+    return expand_tokens(replay.errors)
 
 
 class _Replay:
@@ -321,7 +307,7 @@ class _Replay:
             whole = self._run.whole.get(key)
             if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            labels = self._order, maker, key.call, role, name, path
+            labels = self._order, maker, *key
             computed = np.moveaxis(to_numpy(replayed), whole.axis, 0)
             choice = role == "out" and computed.dtype.kind in "iu" and computed.ndim > 1
             if not _comparable(computed, whole.values):

@@ -47,6 +47,9 @@ class Key(NamedTuple):
     role: str
     name: str
 
+    def __str__(self) -> str:
+        return f"{self.module}:{self.role}:{self.name}" + (f"#{self.call}" if self.call else "")
+
 
 @dataclass(frozen=True)
 class ModuleTrace:
@@ -122,23 +125,36 @@ TURNED_ALIKE = 3e-2
 """Largest difference between rotations: bfloat16 rounds four cosines and sines by up to 2**-9."""
 
 
-def find_turned(module: str, pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> list[Key]:
-    """Return a rotary module's outputs if two runs' angles differ by one rotation at all tokens.
+def find_offset(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> set[Key]:
+    """Return rotary outputs and position inputs if two runs differ by one offset of all positions.
 
-    Such a rotation is one offset of all positions. `pairs` has tensors `(tokens, …)` of the two
-    runs. Angles are cosines and sines, or both in one complex tensor.
+    The angles of rotary modules then differ by one rotation at all tokens. `pairs` has tensors
+    `(tokens, …)` of the two runs.
     """
-    keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in pairs]
-    if len({angles.shape for key in keys for angles in pairs[key]}) != 1:
-        return []
-    runs = zip(*(pairs[key] for key in keys), strict=True)
+    given = {
+        key for key, (a, _) in pairs.items() if key.role == "in" and "position" in key.name and a.dtype.kind in "iu"
+    }
+    modules = {key.module for key in given}
+    angles = defaultdict(list)
+    for key in pairs:
+        if key.module in modules and key.role == "out" and key.name in ("out", "out.1"):
+            angles[key.module, key.call].append(key)
+    turned = {key for keys in angles.values() if _turned_alike([pairs[key] for key in keys]) for key in keys}
+    return turned | given if turned else set()
+
+
+def _turned_alike(outputs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Tell whether angles of two runs differ by one rotation: cosines and sines, or one complex tensor."""
+    if len({values.shape for pair in outputs for values in pair}) != 1:
+        return False
+    runs = zip(*outputs, strict=True)
     phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in runs]
     if not len(phases[0]) or not all(map(np.iscomplexobj, phases)):
-        return []
+        return False
     turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
     # Of length 1, too: longer cosines and sines would scale every product of a query and a key.
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
-    return keys if off < TURNED_ALIKE < np.abs(turn[:1] - 1).max() else []
+    return off < TURNED_ALIKE < np.abs(turn[:1] - 1).max()
 
 
 # --- a trace in the order of its text, whatever the steps -----------------------------------------
