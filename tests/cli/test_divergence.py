@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from specnb.chapters.lossless import related, resampled_from_target
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
 from specnb.errors import InputError
 from specnb.lm import toy

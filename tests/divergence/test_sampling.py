@@ -4,9 +4,10 @@ no alarm."""
 import numpy as np
 import pytest
 
+from specnb.chapters.lossless import PLANTED, related, trial
 from specnb.decode import accept
 from specnb.decode.generate import generate
-from specnb.divergence.lossless import PLANTED, generate_logged, related, trial
+from specnb.divergence.lossless import generate_logged
 from specnb.divergence.sampling import CAUSES, LIMIT, MEANING, STATISTICS, Position, SamplingTally
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
