@@ -14,7 +14,7 @@ from numpy.linalg import norm
 from specnb.book.claims import MISSING, Values
 from specnb.book.style import STYLE, dress, looks
 from specnb.decode.generate import generate
-from specnb.divergence.errors import HEAT, TIMES_FLOOR, name_module
+from specnb.divergence.errors import TIMES_FLOOR, name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
 from specnb.divergence.pair import copy_of, open_net, pair
@@ -36,7 +36,8 @@ GALLERY = ("S0", "S1", "S2", "S3")
 
 LIMIT = np.log10(TIMES_FLOOR)
 """Heat from which a tensor counts as wrong."""
-LOW, HIGH = HEAT
+LOW, HIGH = -1.0, 8.0
+"""Range of a heat map, log10 of error over floor."""
 MOST_ROWS = 40
 """Largest number of modules in a heat map."""
 LEAST = 1e-8
@@ -120,7 +121,7 @@ class Study(Experiment):
             deploy = RecordedFault(FAULTS[name])
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
-            strips[name] = investigation.heat().max(axis=1)
+            strips[name] = heat_of(investigation.outcome()).max(axis=1)
             planted = NOTHING if fault.first is None else fault.first or "the model's inputs"
             if first:
                 framed[name] = first.module
@@ -261,7 +262,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     strips, marks = {}, {}
     for setup, outcome in investigation.outcomes.items():
         name = f"{setup} {outcome.setup.says}"
-        strips[name] = investigation.heat(setup).max(axis=1)
+        strips[name] = heat_of(outcome).max(axis=1)
         if not outcome.clean:
             marks[name] = outcome.wrong["module"].iloc[0]
     return draw_strips(pd.concat(strips, axis=1).T, title="In which set-ups the draft is wrong, and where", marks=marks)
@@ -306,14 +307,22 @@ def divergence_values(investigation: Investigation) -> Values:
 # --- figures --------------------------------------------------------------------------------------
 
 
+def heat_of(outcome: Outcome) -> pd.DataFrame:
+    """Return log10 of error over floor, from LOW to HIGH, of each module's worst tensor by position."""
+    places = [outcome.errors["module"], outcome.errors["position"]]
+    with np.errstate(divide="ignore"):
+        heat = np.log10(outcome.errors["ratio"]).fillna(0).clip(LOW, HIGH).groupby(places).max()
+    return heat.unstack().loc[outcome.errors["module"].unique()]
+
+
 def draw_heat(investigation: Investigation) -> go.Figure:
     """Plot the heat map of the first wrong set-up, else of the last; frame its first divergence.
 
-    Modules in the order of the run by tokens, colored by log10 of error over floor
-    (`Investigation.heat`); gray: not compared. It shows wrong modules and their neighbors, or all
-    if none is wrong, up to MOST_ROWS.
+    Modules in the order of the run by tokens, colored by `heat_of`; gray: not compared. It shows
+    wrong modules and their neighbors, or all if none is wrong, up to MOST_ROWS.
     """
-    table, first, setup = investigation.heat(), investigation.first, investigation.outcome().setup
+    outcome, first = investigation.outcome(), investigation.first
+    table, setup = heat_of(outcome), outcome.setup
     wrong = (table.max(axis=1) > LIMIT).to_numpy()
     near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
     drawn = table[near | ~near.any()].head(MOST_ROWS)
@@ -359,7 +368,7 @@ def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str
 
 
 def _heatmap(table: pd.DataFrame, **look: object) -> go.Figure:
-    z = table.round(2).to_numpy().tolist()  # as `errors.heat_values` has them: within HEAT
+    z = table.round(2).to_numpy().tolist()
     return go.Figure(go.Heatmap(
         z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar_title_text="log10(error / floor)",
         colorbar_title_side="right", colorbar_thickness=14, colorbar_outlinewidth=1, **look,

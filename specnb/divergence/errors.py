@@ -35,9 +35,6 @@ UNRELATED, UNRELATED_GAIN = 0.9, 0.35
 EXIT = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
 
-HEAT = (-1.0, 8.0)
-"""Range of a heat map, log10 of error over floor."""
-
 TENSOR = ["at", "call", "role", "name"]
 """The columns that identify a tensor."""
 LABELS = ["order", "module", *TENSOR, "discrete"]
@@ -107,14 +104,6 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
     groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
     return wrong.loc[groups["error"].idxmax()].join(tokens, on=columns).reset_index(drop=True)
-
-
-def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
-    """Return log10 of error over floor, within HEAT, of each module's worst tensor by position."""
-    places = [errors["module"], errors["position"]]
-    with np.errstate(divide="ignore"):
-        heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()
-    return heat.unstack().loc[errors["module"].unique()]
 
 
 def give_verdict(

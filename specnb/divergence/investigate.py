@@ -145,10 +145,6 @@ class Investigation:
         """Return the outcome of the first wrong set-up, else of the last."""
         return self.bad or [*self.outcomes.values()][-1]
 
-    def heat(self, setup: str | None = None) -> pd.DataFrame:
-        """Return `errors.heat_values` of a set-up; None: of the one that `outcome` returns."""
-        return errors.heat_values((self.outcomes[setup] if setup else self.outcome()).errors)
-
     def document(self) -> dict[str, Any]:
         """Return a JSON document; `schema` is its version."""
         first = self.first

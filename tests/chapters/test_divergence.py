@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -95,28 +94,26 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
 # --- figures --------------------------------------------------------------------------------------
 
 
-def shown(investigation, table):
-    """An investigation with another heat map."""
-    return SimpleNamespace(heat=lambda: table, first=None, outcome=investigation.outcome)
-
-
-def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
+def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong, monkeypatch):
+    whole = divergence.heat_of(wrong.outcome())
     figure = divergence.draw_heat(wrong)
     (drawn,), (frame,) = figure.data, figure.layout.shapes
-    table = wrong.heat().loc[list(drawn.y)]
-    rows = [[*wrong.heat().index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
-    assert [*table.index] == [*wrong.heat().index[rows]] and "12 of 50" in figure.layout.title.subtitle.text
+    table = whole.loc[list(drawn.y)]
+    rows = [[*whole.index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
+    assert [*table.index] == [*whole.index[rows]] and "12 of 50" in figure.layout.title.subtitle.text
     assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
     row = list(table.index).index(wrong.first.module)
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
     assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     table.iloc[3, 2] = np.nan
-    assert np.isnan(divergence.draw_heat(shown(wrong, table)).data[0].z[3][2])
+    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
+    assert np.isnan(divergence.draw_heat(wrong).data[0].z[3][2])
 
 
-def test_names_are_text_and_never_markup(wrong):
+def test_names_are_text_and_never_markup(wrong, monkeypatch):
     """A figure obeys some tags even in its data."""
-    table = wrong.heat().rename({"layers.0.mlp.experts": HOSTILE})
-    heat = divergence.draw_heat(shown(wrong, table))
-    for figure in (heat, divergence.draw_strips(table.T.rename(str), title="", marks={})):
+    table = divergence.heat_of(wrong.outcome()).rename({"layers.0.mlp.experts": HOSTILE})
+    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
+    sound = replace(wrong, verdict="SOUND")  # the first divergence has another name in this table
+    for figure in (divergence.draw_heat(sound), divergence.draw_strips(table.T.rename(str), title="", marks={})):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
