@@ -51,9 +51,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
     ("name", "change", "value"),
     [
         (TENSORS, lambda data: data[:-3], "trace"),
-        (ARRAYS, lambda data: data[:-3], "trace"),
         (ARRAYS, None, "trace"),
-        (FACTS, None, FACTS),
         (FACTS, lambda _: json.dumps({"format": FORMAT - 1}).encode(), str(FORMAT - 1)),
     ],
 )
