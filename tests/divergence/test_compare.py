@@ -105,13 +105,6 @@ def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
         assert comparison.coverage["compared"] == comparison.coverage["modules"]
 
 
-def test_two_faults_are_both_minimal(single):
-    comparison = compare_traces(single.traced(script=BLOCKS), single.traced("kv_slot_swap", "expert_scale"))
-    assert [(node.module, node.first_token) for node in comparison.minimal] == [(ATTENTION, 5), (EXPERTS, 0)]
-    document = json.loads(json.dumps(comparison.document(), allow_nan=False))
-    assert document["schema"] == 1 and document["first"]["module"] == ATTENTION and EXPERTS in document["line"]
-
-
 def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_the_holder(single):
     """Also where something else in the same holder is wrong: the reader was given another module's
     output."""
@@ -153,16 +146,14 @@ def test_sound_runs_must_be_of_the_text_that_is_compared(single):
 
 
 @contextmanager
-def rerouted(model, noise=2e-7, position=7):
+def rerouted(model):
     """Let router 0 take its fifth expert for its fourth at one position; its logits are rounded."""
 
     def other(out):
         logits, scores, chosen = out
         chosen, order = chosen.clone(), logits.argsort(-1, descending=True)
-        if len(chosen) > position:
-            free = [expert for expert in order[position] if expert not in chosen[position]]
-            chosen[position, 3] = free[0]
-        return logits * (1 + noise), scores, chosen
+        chosen[7, 3] = next(expert for expert in order[7] if expert not in chosen[7])
+        return logits * (1 + 2e-7), scores, chosen
 
     with hooked((part_of(model, "router", 0)[1], other)):
         yield
@@ -221,7 +212,6 @@ def test_foreign_parameters_are_named_where_inputs_agree(single):
     # beside itself the values agree, and yet the modules are not its own
     copied = compare_traces(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
-    assert copied.reads["same_values"].all() and not comparison.reads["same_values"].any()
     assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
 
 

@@ -32,6 +32,14 @@ def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
     return pa.Table.from_pylist(rows, schema=SCHEMA).to_pandas()
 
 
+def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
+    """Return the runs of `rows` in which a tool named something else than in `stored`, with both."""
+    run, named = ["kind", "name", "layer", "dtype", "seed"], ["verdict", "module", "position", "cause", "rank"]
+    now, before = (table[table["tool"] == tool].set_index(run)[named] for table in (rows, stored))
+    both = now.join(before, rsuffix=" before", how="left")
+    return both[(now != before.reindex(now.index)).any(axis=1)]
+
+
 def right(rows: pd.DataFrame) -> pd.Series:
     """Tell whether exactly the wrong module was named."""
     return rows["structural"] & (rows["module"] == rows["expected"])
