@@ -175,7 +175,7 @@ class Lab:
         errors = local_errors(self.reference, run)
         if offset := find_offset(pairs):
             errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
-        errors = judge_errors(errors, self.floor, script.last_feeds)
+        errors = judge_errors(errors, self.floor, run.last_step)
         coarser = self._coarser_type(logits) if errors["wrong"].any() else ""
         if coarser:
             errors["wrong"] = False

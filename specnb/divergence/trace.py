@@ -191,13 +191,17 @@ class Whole(NamedTuple):
 class Alignment:
     """A trace in the order of its text.
 
-    `firsts`: start positions of the steps, instead of those that the run assumed. `positions` (n,)
-    are in the state at the end; `last_step` (n,) is the step in which each was fed last; `tokens`
-    (n,).
+    `firsts`: start positions of the steps, instead of those that the run assumed. `text`: the tokens
+    in the state at the end, instead of those that the run was fed. `positions` (n,) are in the state
+    at the end; `last_step` (n,) is the step in which each was fed last; `tokens` (n,).
     """
 
     def __init__(
-        self, trace: ModuleTrace, rename: Mapping[str, str] | None = None, firsts: Sequence[int] | None = None
+        self,
+        trace: ModuleTrace,
+        rename: Mapping[str, str] | None = None,
+        firsts: Sequence[int] | None = None,
+        text: Sequence[int] | None = None,
     ) -> None:
         self.trace, self.rename = trace, rename or {}
         self.names = rename_all(trace.tensors["module"].unique(), self.rename)
@@ -208,6 +212,9 @@ class Alignment:
         state = _state(self.steps)
         self.positions = np.array([*state], np.int64)
         self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
+        if text is not None:  # without what was rolled back last
+            self.positions, self.last_step = self.positions[: len(text)], self.last_step[: len(text)]
+            self.tokens = np.array(text)
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:

@@ -24,8 +24,6 @@ BLOCKS = Script.blocks(TEXT, width=5)
 
 def test_a_script_ends_with_its_text_whatever_was_taken_back():
     assert SCRIPT.text == tuple(TEXT) == Script.blocks(TEXT, width=4).text and any(feed.forget for feed in SCRIPT.feeds)
-    for position, number in enumerate(SCRIPT.last_feeds):
-        assert SCRIPT.feeds[number].ids[position - SCRIPT.starts[number]] == TEXT[position]
     for feeds in ((), (Feed(()),), (Feed((1,), 1),), (Feed((1, 2)), Feed((3,), 4)), (Feed((1,), -1),)):
         with pytest.raises(InputError):
             Script(feeds)
@@ -50,6 +48,9 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
     trace = builder.trace()
     with pytest.raises(InputError, match="not those of the script"):
         BLOCKS.align(trace)
+    last, script = lab.script.align(trace).last_step, lab.script
+    for position, (number, token) in enumerate(zip(last, script.text, strict=True)):
+        assert script.feeds[number].ids[position - script.starts[number]] == token
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
     aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))
     assert {key.module for key in aligned.rows.keys() - aligned.whole.keys()} >= {"lm_head"}
@@ -58,7 +59,7 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
     aligned.whole[key].values[3:5] = 0
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
-    assert locate(judge_errors(errors, lab.floor, lab.script.last_feeds)).empty
+    assert locate(judge_errors(errors, lab.floor, aligned.last_step)).empty
     assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
 
 
