@@ -98,13 +98,15 @@ class Outcome:
     """
 
     setup: SetUp
-    script: Script
     errors: pd.DataFrame
-    trace: ModuleTrace
     run: Alignment
     logits: Logits
     offset: bool
     coarser: str = ""
+
+    @property
+    def trace(self) -> ModuleTrace:
+        return self.run.trace
 
     @cached_property
     def wrong(self) -> pd.DataFrame:
@@ -162,24 +164,27 @@ class Lab:
         turn. Raises InputError for logits of another vocabulary.
         """
         setup = SETUPS[name]
-        script, neighbour = self.blocks if setup.in_blocks else self.script, self._neighbour(setup)
+        neighbour = self._neighbour(setup)
         known = {} if neighbour is None else {NEIGHBOUR: neighbour}
+        # 1. Run the draft in service.
         service = deploy(self.draft, neighbour) if deploy else nullcontext()
         with service, capture(self.draft, known=known, states=True) as builder:
             logits = self._logits(setup, neighbour, builder.paused)
         trace = builder.trace()
         relabel(trace, neighbour, self.meant)
-        run = script.align(trace)
+        # 2. Replay the run on the pristine copy; one offset of all positions is no error.
+        run = self._script(setup).align(trace)
+        errors = local_errors(self.reference, run)
         sound = self.sound[0].whole
         pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
-        errors = local_errors(self.reference, run)
         if offset := find_offset(pairs):
             errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
+        # 3. Judge the errors, unless the service computes in a coarser type.
         errors = judge_errors(errors, self.floor, run.last_step)
-        coarser = self._coarser_type(logits) if errors["wrong"].any() else ""
+        coarser = _coarser_type(logits, self.dtype) if errors["wrong"].any() else ""
         if coarser:
             errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, run, logits, bool(offset), coarser)
+        return Outcome(setup, errors, run, logits, bool(offset), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """Return the logits of a set-up without hooks."""
@@ -206,13 +211,16 @@ class Lab:
                 neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
 
         steps = {} if neighbour is None or setup.runs == "never" else {setup.runs: step}
-        logits = feed_script(self.draft, self.blocks if setup.in_blocks else self.script, **steps)
+        logits = feed_script(self.draft, self._script(setup), **steps)
         vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
                 shapes = f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
                 raise InputError(f"{shapes}: return those of the draft's vocabulary, of the last token at least")
         return logits
+
+    def _script(self, setup: SetUp) -> Script:
+        return self.blocks if setup.in_blocks else self.script
 
     def _neighbour(self, setup: SetUp) -> Module | None:
         match setup.beside:
@@ -227,12 +235,6 @@ class Lab:
         if self.target is None:
             raise InputError(f"{setup.id} runs the draft next to a target: give one")
         return self.target
-
-    def _coarser_type(self, logits: Logits) -> str:
-        """Return the coarser type than the draft's that all logits are rounded to; "" if none."""
-        coarser = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
-        # The coarsest first: numbers of bfloat16 are numbers of float16, too.
-        return next((name for name in reversed(coarser) if _held_by(logits, name)), "")
 
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
@@ -383,11 +385,16 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
 # --- logits ---------------------------------------------------------------------------------------
 
 
-def _held_by(logits: Logits, dtype: str) -> bool:
-    """Tell whether all logits are numbers of this type, and not all are zero."""
-    kind = getattr(torch, dtype)
-    exact = all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits)
-    return exact and any(row.any() for row in logits)
+def _coarser_type(logits: Logits, dtype: str) -> str:
+    """Return the coarser type than `dtype` whose numbers all logits are; "" if none, or for zeros."""
+    if not any(row.any() for row in logits):
+        return ""
+    # The coarsest first: numbers of bfloat16 are numbers of float16, too.
+    for name, size in reversed(ROUNDING.items()):
+        kind = getattr(torch, name)
+        if size > ROUNDING[dtype] and all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits):
+            return name
+    return ""
 
 
 def _logits_off(sound: Alignment, run: Alignment) -> float:
@@ -447,7 +454,7 @@ class Coverage(NamedTuple):
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = dict(draft.named_parameters()).keys()
         return cls(
-            modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
+            modules=len(ran), tensors=len(seen), tokens=len(outcome.run.tokens), output="" in compared,
             uncompared=sorted(ran - compared - with_holder), with_holder=sorted(with_holder),
             never_called=trace.facts["modules"]["never_called"],
             left_out=[f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out],
