@@ -97,9 +97,13 @@ def read_texts(path: Path) -> list[ForeignText]:
 
 
 def audit_texts(
-    target: LanguageModel, texts: Sequence[ForeignText], other: LanguageModel | None = None, *,
-    max_tokens: int | None = None, progress: Progress = silent,
-) -> ForeignAudit:  # fmt: skip
+    target: LanguageModel,
+    texts: Sequence[ForeignText],
+    other: LanguageModel | None = None,
+    *,
+    max_tokens: int | None = None,
+    progress: Progress = silent,
+) -> ForeignAudit:
     """Judge the first `max_tokens` of greedy texts, source by source.
 
     "identical": no fork. "near ties": all margins are below twice the noise, and forks are no more
@@ -112,28 +116,30 @@ def audit_texts(
     require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
-    fed, tables = {}, []  # by text: texts are often equal
+    # 1. Force each prompt and output once: texts are often equal.
+    forced = {}
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
         prompt, ids = key
-        if not ids:
-            continue
-        if key not in fed:
+        if ids and key not in forced:
             rows, noise, ranges = force(target, prompt, [(token,) for token in ids], width=WIDTH, other=other)
             margins = [row.max() - row[0] for row in rows]
             columns = {"position": range(len(ids)), "token": ids, "margin": margins, "noise": noise, "range": ranges}
-            fed[key] = pd.DataFrame(columns)
-        tables.append(fed[key].assign(id=text.id, source=text.source))
-    if not fed:
+            forced[key] = pd.DataFrame(columns)
+    if not forced:
         raise InputError("got no output token in any text, expected at least one")
-    every, rows = pd.concat(fed.values()), pd.concat(tables)
+    # 2. How large is rounding?
+    every = pd.concat(forced.values())
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
         line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's type"
-    controls = {text.source: text.control for text in texts}
     limit = 2 * noise if is_rounding else None
+    # 3. Judge each source.
+    labeled = zip(texts, keys, strict=True)
+    rows = pd.concat(forced[key].assign(id=text.id, source=text.source) for text, key in labeled if key in forced)
+    controls = {text.source: text.control for text in texts}
     verdicts = [_judge(source, control, rows, limit) for source, control in controls.items()]
     return ForeignAudit(verdicts, limit, line)
 
