@@ -278,17 +278,6 @@ def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
     assert [(node.module, node.first_token) for node in comparison.minimal] == [("layers.1.input_layernorm", 7)]
 
 
-def test_positions_that_start_again_are_no_offset_of_all(single, start=9):
-    def again(out):
-        return tuple(torch.cat([angles[:, :start], angles[:, : len(TEXT) - start]], 1) for angles in out)
-
-    clean = single.traced(script=PREFILL)
-    with hooked((single.draft.model.rotary_emb, again)):
-        comparison = compare_traces(clean, single.traced(script=PREFILL))
-    assert comparison.verdict == "DIVERGENT"
-    assert (comparison.first.module, comparison.first.first_token) == ("rotary_emb", start)
-
-
 # --- what is told ---------------------------------------------------------------------------------
 
 

@@ -167,15 +167,6 @@ def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random
         assert f"u = {u}" in audited.flaws["residual"].says
 
 
-def test_the_token_after_the_last_draft_token_is_audited():
-    def unlikely(positions):
-        extra = [position for position in positions if position.draft_id is None]
-        return audit([p._replace(committed_id=int(np.argmin(p.p_target))) for p in extra])
-
-    assert unlikely(logged(0, 100)[0]).causes == (CAUSES["bonus"],)
-    assert unlikely(blind(pooled(NOTHING))).causes == (MEANING["z_surp"][1],)
-
-
 # --- exact checks ---------------------------------------------------------------------------------
 
 

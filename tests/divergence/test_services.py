@@ -32,7 +32,7 @@ LLAMA4 = {
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAKERS = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "phi3": {}, "gemma2": {"head_dim": 8, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": OLD,
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "gpt2": OLD,
     "gptj": OLD | {"rotary_dim": 8}, "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, "qwen3_moe": MOE | {"head_dim": 8},
     "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
