@@ -64,18 +64,29 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             plain, drafted = run(), run(drafter=drafter, k=params.k)
             study.generations.append(drafted)
             fork = fork_of(target, plain, drafted)
-            rows.append({
-                "prompt": prompt.id, "tokens": len(drafted.token_ids),
-                "identical": plain.token_ids == drafted.token_ids, "tau": drafted.tau,
-                "fork": fork and fork.position, "near_tie": fork and fork.near_tie,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "prompt": prompt.id,
+                    "tokens": len(drafted.token_ids),
+                    "identical": plain.token_ids == drafted.token_ids,
+                    "tau": drafted.tau,
+                    "fork": fork and fork.position,
+                    "near_tie": fork and fork.near_tie,
+                }
+            )
         study.measured["foreign"] = _audit_foreign(study, progress).document()
         if type(drafter) is ModelDrafter:  # the note is about a draft model
             study.measured["note"] = show_note(target, drafter, k=params.k)
         audited = audit_pair(
-            target, drafter, study.chosen, k=params.k, temperature=params.temperature, seed=params.seed,
-            max_new_tokens=params.max_new_tokens, progress=progress,
-        )  # fmt: skip
+            target,
+            drafter,
+            study.chosen,
+            k=params.k,
+            temperature=params.temperature,
+            seed=params.seed,
+            max_new_tokens=params.max_new_tokens,
+            progress=progress,
+        )
         study.measured["audit"] = audited.document()
         study.measured["planted"] = trial(seed=params.seed, progress=progress).to_dict("records")
         return study.record()
@@ -195,9 +206,15 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
             drafter = ModelDrafter(draft)
             with plant(drafter):
                 generate_logged(
-                    target, [offset % TOKENS], drafter=drafter, on_position=tally.add, temperature=1.0, k=K,
-                    max_new_tokens=max_new_tokens, seed=seed + offset,
-                )  # fmt: skip
+                    target,
+                    [offset % TOKENS],
+                    drafter=drafter,
+                    on_position=tally.add,
+                    temperature=1.0,
+                    k=K,
+                    max_new_tokens=max_new_tokens,
+                    seed=seed + offset,
+                )
         audit = tally.audit()
         z = {statistic.name: statistic.z for statistic in audit.panel}
         rows.append({"planted": name, "verdict": audit.verdict, "causes": ", ".join(audit.causes), "n": audit.n, **z})

@@ -148,21 +148,36 @@ class Investigation:
     def document(self) -> dict[str, Any]:
         """Return a JSON document; `schema` is its version."""
         first = self.first
-        return plain({
-            "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
-            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
-            "setups": self.setups().to_dict("records"),
-            "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
-            "coverage": self.coverage._asdict() | {"says": str(self.coverage)},
-            "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
-            "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
-        })  # fmt: skip
+        return plain(
+            {
+                "schema": SCHEMA,
+                "verdict": self.verdict,
+                "line": self.line,
+                "reason": self.reason,
+                "exit_code": self.exit_code,
+                "first": first and first._asdict(),
+                "nodes": self.nodes().to_dict("records"),
+                "setups": self.setups().to_dict("records"),
+                "cause_known": self.cause_known,
+                "causes": self.ranked().to_dict("records"),
+                "coverage": self.coverage._asdict() | {"says": str(self.coverage)},
+                "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
+                "repeats": self.repeats,
+                "inert": self.inert,
+                "facts": self.facts,
+            }
+        )
 
 
 def investigate(
-    draft: Module, target: Module | None = None, *, script: Script | None = None, deploy: Deploy | None = None,
-    setups: Sequence[str] | None = None, progress: Progress = silent,
-) -> Investigation:  # fmt: skip
+    draft: Module,
+    target: Module | None = None,
+    *,
+    script: Script | None = None,
+    deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None,
+    progress: Progress = silent,
+) -> Investigation:
     """Investigate a transformers draft, next to `target` if there is one.
 
     `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 if the draft is wrong only

@@ -87,9 +87,12 @@ class Script:
 
 @torch.no_grad()
 def feed_script(
-    model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
+    model: Module,
+    script: Script,
+    *,
+    before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Feed a transformers model; return logits `(tokens, vocab)` per feed, on the CPU."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:

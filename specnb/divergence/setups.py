@@ -454,12 +454,17 @@ class Coverage(NamedTuple):
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = dict(draft.named_parameters()).keys()
         return cls(
-            modules=len(ran), tensors=len(seen), tokens=len(outcome.run.tokens), output="" in compared,
-            uncompared=sorted(ran - compared - with_holder), with_holder=sorted(with_holder),
+            modules=len(ran),
+            tensors=len(seen),
+            tokens=len(outcome.run.tokens),
+            output="" in compared,
+            uncompared=sorted(ran - compared - with_holder),
+            with_holder=sorted(with_holder),
             never_called=trace.facts["modules"]["never_called"],
             left_out=[f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out],
-            parameters=len(parameters), seen_at_use=len(parameters & read),
-        )  # fmt: skip
+            parameters=len(parameters),
+            seen_at_use=len(parameters & read),
+        )
 
     @property
     def complete(self) -> bool:

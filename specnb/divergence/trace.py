@@ -25,8 +25,20 @@ FORMAT = 7
 FACTS = "trace.json"
 TENSORS, PARAMS, ARRAYS = "tensors.parquet", "params.parquet", "arrays.safetensors"
 
-TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "shape", "dtype", "digest",
-                  "holder", "holder_call")  # fmt: skip
+TENSOR_COLUMNS = (
+    "step",
+    "module",
+    "kind",
+    "call",
+    "order",
+    "role",
+    "name",
+    "shape",
+    "dtype",
+    "digest",
+    "holder",
+    "holder_call",
+)
 """One row per captured tensor.
 
 `order` counts events of the run: a module's inputs come before its outputs, inner modules between

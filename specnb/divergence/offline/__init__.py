@@ -86,13 +86,20 @@ class Comparison(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
-        return plain({
-            "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
-            "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
-            "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
-            "doubts": [],  # a field of schema 1, always empty now
-            "coverage": self.coverage, "reads": self.reads.to_dict("records"),
-        }, nan=None)  # fmt: skip
+        return plain(
+            self._asdict()
+            | {
+                "schema": 1,
+                "line": self.line,
+                "first": self.first and self.first._asdict(),
+                "minimal": [node._asdict() for node in self.minimal],
+                "drift": self.drift and self.drift._asdict(),
+                "fork": self.fork and self.fork._asdict(),
+                "doubts": [],  # a field of schema 1, always empty now
+                "reads": self.reads.to_dict("records"),
+            },
+            nan=None,
+        )
 
     def _where(self) -> str:
         node = self.minimal[0]
