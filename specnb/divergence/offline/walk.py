@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.errors import CARRIES, TIMES_FLOOR, expand_tokens, gains, margins, relative_l2, rounding
+from specnb.divergence.errors import CARRIES, TENSOR, TIMES_FLOOR, expand_tokens, gains, margins, relative_l2, rounding
 from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_offset, index_of
 
 Call = tuple[str, int]
@@ -140,15 +140,15 @@ def floors(difference: Difference, sound: Iterable[Difference]) -> Floors:
 class Event(NamedTuple):
     """Tensors seen at once: the inputs or the outputs of a call.
 
-    `holders` are the calls that contain it, the innermost first. `maker` is the module whose code
-    computed the tensors; what comes from outside is attributed to the module that received it.
+    `maker` is the module whose code computed them, in the call `scope`; what comes from outside is
+    attributed to the module that received it. `calls`: the calls in which the tensors were seen.
     """
 
-    call: Call
-    is_input: bool
     maker: str
+    scope: Call
+    calls: list[Call]
+    is_input: bool
     keys: list[Key]
-    holders: list[Call]
 
 
 class Plan(NamedTuple):
@@ -186,8 +186,9 @@ class Plan(NamedTuple):
             while holders[-1] != OUTSIDE:
                 holders.append(holder_of.get(holders[-1], OUTSIDE))
             is_input = role == "in"
-            maker, _ = holders[0] if is_input and holders[0] != OUTSIDE else call
-            events.append(Event(call, is_input, maker, keys, holders))
+            scope = holders[0] if is_input else call
+            maker, _ = call if scope == OUTSIDE else scope
+            events.append(Event(maker, scope, [*holders, call] if is_input else holders, is_input, keys))
         return cls(events, same_as)
 
 
@@ -220,7 +221,7 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFra
     inside = defaultdict(lambda: nothing)  # by call: the errors of what was seen in it so far
     tensors = []
     for order, event in enumerate(plan.events):
-        scope = inside[event.holders[0] if event.is_input else event.call]
+        scope = inside[event.scope]
         compared = [key for key in event.keys if key in deviations]
         for key in compared:
             # An input is the very tensor that another module computed, if the digests say so.
@@ -232,18 +233,17 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFra
                 wrong[wrong] = margins(*rows) > TIMES_FLOOR * floor[scores]
             error, beyond = deviations[key]
             if beyond.any():
-                labels = order, event.maker, key.module, key.call, key.role, key.name, key in difference.discrete
+                labels = order, event.maker, *key, key in difference.discrete
                 gain = gains(*(values[beyond] for values in difference.pairs[key]))
                 tensors.append((*labels, difference.positions[beyond], error[beyond], gain, wrong[beyond]))
-        calls = [*event.holders, event.call] if event.is_input else event.holders
-        for call in calls:
+        for call in event.calls:
             for key in compared:
                 inside[call] = inside[call].join(deviations[key])
     table = expand_tokens(tensors, wrong=bool)
     candidate = difference.candidate
     feeds = candidate.last_step[index_of(candidate.positions, table["position"].to_numpy())]
-    floors = [floor[key] for key in table[["at", "call", "role", "name"]].itertuples(index=False, name=None)]
-    return table.assign(floor=floors, ratio=table["error"] / floors, feed=feeds)
+    floor_of = [floor[Key(*key)] for key in table[TENSOR].itertuples(index=False)]
+    return table.assign(floor=floor_of, ratio=table["error"] / floor_of, feed=feeds)
 
 
 def _wrong_by_itself(deviation: Deviation, origin: Deviation, scope: Deviation) -> np.ndarray:
