@@ -175,7 +175,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
             read = outcome.trace.params.query("module == @bank").drop_duplicates(["owner", "owner_path"])
             leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-            loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
+            loaded = [known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)]
             column |= {
                 f"layer {layer} key input mean": key_mean,
                 f"layer {layer} key input std": key_std,

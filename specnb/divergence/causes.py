@@ -116,7 +116,7 @@ def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
 def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
     """Whose parameters the operations of the first wrong module read."""
     module = bad.first.module
-    reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
+    reads, parameters = _reads(bad, lab.loaded, module), _parameters(lab, bad, module)
     intended = reads["native"] | reads["copies"]
     # A rotary embedding reads one of its buffers; the other is what it was made from.
     complete = intended and (parameters <= intended or turning)
@@ -176,14 +176,14 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
     The model itself contains all modules; only those that ran count.
     """
     names = canonical(path for path, _ in lab.reference.named_modules())
-    holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
+    holders = {path: names[path.rpartition(".")[0]] for path in lab.loaded}
     ran = {*holders.values()} if module else {*bad.trace.tensors["module"]}
     hidden = {item for item in ran - {*bad.errors["at"]} if item.startswith(module and f"{module}.")}
     return {path for path, holder in holders.items() if holder == module or holder in hidden}
 
 
-def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set[str]]:
-    """Return the parameters that operations of a module read, by owner; `meant`: digests by path.
+def _reads(bad: Outcome, loaded: Mapping[str, str], module: str) -> dict[str, set[str]]:
+    """Return the parameters that operations of a module read, by owner; `loaded`: digests by path.
 
     "native": the draft's, by any path (a tied head is read as the embedding); "changed": those of
     them whose content differs from the pristine copy's; "foreign": other models', as owner:path. Of
@@ -193,10 +193,10 @@ def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set
     params, reads = bad.trace.params, defaultdict(set)
     for read in params[params["module"] == module].itertuples():
         path = read.owner_path
-        same = {name for name, content in meant.items() if content and content == read.digest}
+        same = {name for name, content in loaded.items() if content and content == read.digest}
         if read.owner == OWN:
             reads["native"].update({path, *same})
-            if meant.get(path, read.digest) != read.digest:
+            if loaded.get(path, read.digest) != read.digest:
                 reads["changed"].add(path)
         elif read.owner != UNKNOWN:
             reads["foreign"].add(f"{read.owner}:{path}")

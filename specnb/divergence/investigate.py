@@ -122,13 +122,21 @@ class Investigation:
         """Return one row per set-up; `n_wrong` counts tensors, `foreign` parameters."""
         rows = []
         for name, setup in SETUPS.items():
-            outline = "not run", "", None, None
+            row = {
+                "setup": name,
+                "says": setup.says,
+                "verdict": "not run",
+                "first": "",
+                "n_wrong": None,
+                "foreign": None,
+            }
             if outcome := self.outcomes.get(name):
-                judged = ("clean", "") if outcome.clean else ("wrong", name_module(outcome.first))
-                outline = *judged, outcome.wrong.groupby(TENSOR).ngroups, outcome.foreign["owner_path"].nunique()
-            rows.append((name, setup.says, *outline, setup.rules_out))
-        columns = ["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]
-        return pd.DataFrame(rows, columns=columns).astype({"n_wrong": "Int64", "foreign": "Int64"})
+                row["verdict"] = "clean" if outcome.clean else "wrong"
+                row["first"] = "" if outcome.clean else name_module(outcome.first)
+                row["n_wrong"] = outcome.wrong.groupby(TENSOR).ngroups
+                row["foreign"] = outcome.foreign["owner_path"].nunique()
+            rows.append(row | {"kills": setup.rules_out})
+        return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
     def ranked(self) -> pd.DataFrame:
         """Return the causes, likeliest first, with the signs for and against each."""

@@ -142,7 +142,7 @@ class Lab:
         if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(script.text):
             raise InputError(f"got token {max(script.text)}, expected below {size}: give tokens that both models have")
         self.reference = copy_of(draft)
-        self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
+        self.loaded = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers by path; tied ones appear under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
@@ -171,7 +171,7 @@ class Lab:
         with service, capture(self.draft, known=known, states=True) as builder:
             logits = self._logits(setup, neighbour, builder.paused)
         trace = builder.trace()
-        relabel(trace, neighbour, self.meant)
+        relabel(trace, neighbour, self.loaded)
         # 2. Replay the run on the pristine copy; one offset of all positions is no error.
         run = self._script(setup).align(trace)
         errors = local_errors(self.reference, run)

@@ -123,13 +123,13 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *buffers])
 
 
-def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> None:
+def relabel(trace: ModuleTrace, neighbour: Module | None, loaded: Mapping[str, str]) -> None:
     """Attribute the draft's parameters with the neighbor's values to it, in `trace.params`.
 
-    `meant`: digests of the draft's parameters and buffers as loaded, by path.
+    `loaded`: digests of the draft's parameters and buffers as loaded, by path.
     """
     params = trace.params
-    changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
+    changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *loaded.values()])
     if neighbour is None or not changed.any():
         return
     tensors = list_parameters(neighbour).items()
