@@ -232,7 +232,7 @@ def judge_service(
     covered = (Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran)
     coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
     verdict, reason = _verdict(lab, outcomes, _doubts(lab, outcomes, coverage, repeats, inert))
-    causes = rank(*gather(lab, outcomes, repeats=repeats)) if wrong else []
+    causes = rank(gather(lab, outcomes, repeats=repeats)) if wrong else []
     facts = _facts(lab) | {"in_service": deploy is not None, "seconds": time.perf_counter() - started}
     return Investigation(verdict, reason, lab, outcomes, causes, coverage, repeats, inert, facts)
 

@@ -137,8 +137,8 @@ def test_what_is_wrong_is_named_with_its_cause(name):
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
     assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
-    facts, _ = gather(found.lab, found.outcomes)
-    assert found.cause_known and (wrong.cause == "IDENTITY") == ("foreign read" in facts), found.line
+    foreign = gather(found.lab, found.outcomes)["foreign read"]
+    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(foreign), found.line
 
 
 @slow
