@@ -53,7 +53,7 @@ from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, feed_script
 from specnb.divergence.trace import (
-    NEIGHBOUR,
+    NEIGHBOR,
     OWN,
     UNKNOWN,
     Alignment,
@@ -160,18 +160,18 @@ class Lab:
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up.
 
-        `deploy(draft, neighbour)` is the service under suspicion; without it the models run in
+        `deploy(draft, neighbor)` is the service under suspicion; without it the models run in
         turn. Raises InputError for logits of another vocabulary.
         """
         setup = SETUPS[name]
-        neighbour = self._neighbour(setup)
-        known = {} if neighbour is None else {NEIGHBOUR: neighbour}
+        neighbor = self._neighbor(setup)
+        known = {} if neighbor is None else {NEIGHBOR: neighbor}
         # 1. Run the draft in service.
-        service = deploy(self.draft, neighbour) if deploy else nullcontext()
+        service = deploy(self.draft, neighbor) if deploy else nullcontext()
         with service, capture(self.draft, known=known, states=True) as builder:
-            logits = self._logits(setup, neighbour, builder.paused)
+            logits = self._logits(setup, neighbor, builder.paused)
         trace = builder.trace()
-        relabel(trace, neighbour, self.loaded)
+        relabel(trace, neighbor, self.loaded)
         # 2. Replay the run on the pristine copy; one offset of all positions is no error.
         run = self._script(setup).align(trace)
         errors = local_errors(self.reference, run)
@@ -189,9 +189,9 @@ class Lab:
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """Return the logits of a set-up without hooks."""
         setup = SETUPS[name]
-        neighbour = self._neighbour(setup)
-        with deploy(self.draft, neighbour) if deploy else nullcontext():
-            return self._logits(setup, neighbour)
+        neighbor = self._neighbor(setup)
+        with deploy(self.draft, neighbor) if deploy else nullcontext():
+            return self._logits(setup, neighbor)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return the largest relative L2 error of the set-ups' logits, and that between sound runs.
@@ -202,15 +202,15 @@ class Lab:
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def _logits(
-        self, setup: SetUp, neighbour: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
+        self, setup: SetUp, neighbor: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
     ) -> Logits:
         """Return the logits of the draft in service; its neighbor reads the text around feeds."""
 
         def step(_feed: Feed) -> None:
             with torch.no_grad(), unseen():
-                neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+                neighbor(torch.tensor([self.script.text], device=next(neighbor.parameters()).device), use_cache=False)
 
-        steps = {} if neighbour is None or setup.runs == "never" else {setup.runs: step}
+        steps = {} if neighbor is None or setup.runs == "never" else {setup.runs: step}
         logits = feed_script(self.draft, self._script(setup), **steps)
         vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
@@ -222,7 +222,7 @@ class Lab:
     def _script(self, setup: SetUp) -> Script:
         return self.blocks if setup.in_blocks else self.script
 
-    def _neighbour(self, setup: SetUp) -> Module | None:
+    def _neighbor(self, setup: SetUp) -> Module | None:
         match setup.beside:
             case "nobody":
                 return None

@@ -47,7 +47,7 @@ them. `holder` is the containing module, and `holder_call` its call; -1 if there
 
 PARAM_COLUMNS = ("step", "module", "call", "owner", "owner_path", "digest", "dtype")
 """One row per parameter that an operation read while a module ran."""
-OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
+OWN, NEIGHBOR, UNKNOWN = "draft", "neighbour", "?"  # as in stored traces and notebooks
 """Owners of parameters: the two models of a set-up, and none of them."""
 
 

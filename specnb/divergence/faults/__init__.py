@@ -289,8 +289,8 @@ class RecordedFault:
         self._options = options
 
     @contextmanager
-    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
-        with self.fault(draft, neighbour, **self._options) as planted:
+    def __call__(self, draft: Module, neighbor: Module | None) -> Iterator[PlantedFault]:
+        with self.fault(draft, neighbor, **self._options) as planted:
             self.entered.append(planted)
             yield planted
 
