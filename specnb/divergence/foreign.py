@@ -162,8 +162,9 @@ def _encode(
 
 def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -> SourceVerdict:
     """Judge a source's rows, one per token; `limit` as in `ForeignAudit`."""
-    rows, plain = rows[rows["source"] == source], rows[rows["source"] == control]
-    forks, plain_forks = rows[rows["margin"] > 0], plain[plain["margin"] > 0]
+    rows, plain = (rows[rows["source"] == name] for name in (source, control))
+    forks, plain_forks = (part[part["margin"] > 0] for part in (rows, plain))
+    # 1. Which forks come with drafts, and are forks more frequent with them?
     new, frequent = None, False
     if len(plain) and len(rows):
         same = plain_forks[["id", "position", "token"]].drop_duplicates()
@@ -171,11 +172,15 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
         low, _ = wilson(len(forks) / len(rows), len(rows), NORMAL)
         _, high = wilson(len(plain_forks) / len(plain), len(plain), NORMAL)
         frequent = low > high
+    # 2. Does rounding explain their margins?
     shares = forks["margin"] / forks["range"]
     explained = shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
-    verdict = "hard" if frequent or not explained else "inconclusive" if limit is None else "near ties"
     if forks.empty:
         verdict = "identical"
+    elif frequent or not explained:
+        verdict = "hard"
+    else:
+        verdict = "inconclusive" if limit is None else "near ties"
     first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
     margin = max([0.0, *forks["margin"]])
     return SourceVerdict(source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first)
