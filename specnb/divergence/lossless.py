@@ -86,12 +86,11 @@ def generate_logged(
         rows = [COMMITTED, *acceptance.path]
         for place, (node, committed) in enumerate(zip(rows, committed_ids, strict=True)):
             drafted = place < len(drafts)
-            has_row = drafted and proposal.q_draft is not None
             resampled = not drafted or place == n_accepted
             number = -1 if place == n_accepted else place
             position = Position(
                 p_target=chooser.sampling.probabilities(logits[node + 1]),
-                q_draft=proposal.q_draft[place] if has_row else None,
+                q_draft=proposal.q_draft[place] if drafted and proposal.q_draft is not None else None,
                 draft_id=drafts[place] if drafted else None,
                 accepted=drafted and place < n_accepted,
                 committed_id=committed,
