@@ -15,11 +15,11 @@ import torch
 
 from specnb.book.claims import report
 from specnb.chapters import state_memory
+from specnb.chapters.lossless import SameInputDrafter
 from specnb.chapters.rollback import mebibytes
 from specnb.compat.check import Verdict, check
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
-from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import read_json
 from specnb.lm import toy

@@ -14,7 +14,7 @@ from numpy.linalg import norm
 from specnb.book.claims import MISSING, Values
 from specnb.book.style import STYLE, dress, looks
 from specnb.decode.generate import generate
-from specnb.divergence.errors import HEAT, TIMES_FLOOR, name_module
+from specnb.divergence.errors import TIMES_FLOOR, name_module
 from specnb.divergence.faults import FAULTS, RecordedFault, deploy_fault
 from specnb.divergence.investigate import Investigation, judge_service, random_script
 from specnb.divergence.pair import copy_of, open_net, pair
@@ -36,7 +36,8 @@ GALLERY = ("S0", "S1", "S2", "S3")
 
 LIMIT = np.log10(TIMES_FLOOR)
 """Heat from which a tensor counts as wrong."""
-LOW, HIGH = HEAT
+LOW, HIGH = -1.0, 8.0
+"""Range of a heat map, log10 of error over floor."""
 MOST_ROWS = 40
 """Largest number of modules in a heat map."""
 LEAST = 1e-8
@@ -96,13 +97,22 @@ class Study(Experiment):
         for beside, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
             with self._deploy(lab.draft, nets.get(beside)):
                 written = generate(
-                    verifiers[by], lab.script.feeds[0].ids, drafter=drafter, k=p.k, max_new_tokens=p.tokens,
+                    verifiers[by],
+                    lab.script.feeds[0].ids,
+                    drafter=drafter,
+                    k=p.k,
+                    max_new_tokens=p.tokens,
                     ignore_eog=True,
-                )  # fmt: skip
-            rows.append({
-                "beside": beside, "verified_by": by, "drafted": written.total_draft_tokens,
-                "kept": written.accepted_tokens, "acceptance_rate": written.acceptance_rate,
-            })  # fmt: skip
+                )
+            rows.append(
+                {
+                    "beside": beside,
+                    "verified_by": by,
+                    "drafted": written.total_draft_tokens,
+                    "kept": written.accepted_tokens,
+                    "acceptance_rate": written.acceptance_rate,
+                }
+            )
         self.measured["acceptance"] = rows
         return pd.DataFrame(rows)
 
@@ -120,20 +130,27 @@ class Study(Experiment):
             deploy = RecordedFault(FAULTS[name])
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
             fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
-            strips[name] = investigation.heat().max(axis=1)
+            strips[name] = heat_of(investigation.outcome()).max(axis=1)
             planted = NOTHING if fault.first is None else fault.first or "the model's inputs"
             if first:
                 framed[name] = first.module
             unnamed = verdict if verdict == "PRECISION_ONLY" else NOTHING
             cause = next((cause.name for cause in investigation.causes), unnamed)
-            rows.append({
-                "fault": name, "planted": fault.note, "verdict": verdict,
-                "planted_module": planted, "module": name_module(first) if first else NOTHING,
-                "module_right": framed.get(name) == fault.first,
-                "token": first.first_token if first else -1, "planted_cause": fault.cause, "cause": cause,
-                "cause_right": cause == fault.cause if fault.first is not None else not first,
-                "seconds": investigation.facts["seconds"],
-            })  # fmt: skip
+            rows.append(
+                {
+                    "fault": name,
+                    "planted": fault.note,
+                    "verdict": verdict,
+                    "planted_module": planted,
+                    "module": name_module(first) if first else NOTHING,
+                    "module_right": framed.get(name) == fault.first,
+                    "token": first.first_token if first else -1,
+                    "planted_cause": fault.cause,
+                    "cause": cause,
+                    "cause_right": cause == fault.cause if fault.first is not None else not first,
+                    "seconds": investigation.facts["seconds"],
+                }
+            )
         table = pd.DataFrame(rows)
         self.measured["gallery"] = table.to_dict("records")  # in Python's own types
         return Gallery(table, pd.concat(strips, axis=1).T, framed)
@@ -158,16 +175,17 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
             read = outcome.trace.params.query("module == @bank").drop_duplicates(["owner", "owner_path"])
             leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-            loaded = [known for path, known in investigation.lab.meant.items() if path.endswith(leaves)]
+            loaded = [known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)]
             column |= {
-                f"layer {layer} key input mean": key_mean, f"layer {layer} key input std": key_std,
+                f"layer {layer} key input mean": key_mean,
+                f"layer {layer} key input std": key_std,
                 f"layer {layer} attention output mean": attended_mean,
                 f"layer {layer} attention output std": attended_std,
                 f"layer {layer} MoE output std": _statistics(outcome, bank, "out")[1],
                 f"layer {layer} MoE weights, as loaded": digest(sorted(loaded))[:8],
                 f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
                 f"layer {layer} MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
-            }  # fmt: skip
+            }
         column["first draft token"] = outcome.logits[0][-1].argmax().item()  # the first feed is the prompt
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
@@ -235,23 +253,32 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     Values below LEAST are drawn at LEAST.
     """
     table = tabulate_misleading(investigation)
-    lines = pd.DataFrame({
-        "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
-        "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
-        "1 - cosine": 1 - table["cosine"],
-        "relative L2": table["relative_l2"],
-    })  # fmt: skip
+    lines = pd.DataFrame(
+        {
+            "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
+            "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
+            "1 - cosine": 1 - table["cosine"],
+            "relative L2": table["relative_l2"],
+        }
+    )
     text = _named(table["module"])
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     wrong = table["ratio"] > TIMES_FLOOR
     for name, part, colour, width in (  # what a module does by itself has nothing to do with the next one
-        ("module by itself (shadow replay), sound", ~wrong, "#888", 2), ("module by itself, wrong", wrong, WRONG, 4),
-    ):  # fmt: skip
+        ("module by itself (shadow replay), sound", ~wrong, "#888", 2),
+        ("module by itself, wrong", wrong, WRONG, 4),
+    ):
         figure.add_scatter(
-            y=table["by_itself"].where(part).clip(lower=LEAST), name=name, text=text, mode="markers",
-            marker_symbol="x-thin", marker_size=4 * width, marker_line_color=colour, marker_line_width=width,
-        )  # fmt: skip
+            y=table["by_itself"].where(part).clip(lower=LEAST),
+            name=name,
+            text=text,
+            mode="markers",
+            marker_symbol="x-thin",
+            marker_size=4 * width,
+            marker_line_color=colour,
+            marker_line_width=width,
+        )
     _name_layers(figure, table["module"], range(len(table)))
     return dress(figure, "misleading")
 
@@ -261,7 +288,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     strips, marks = {}, {}
     for setup, outcome in investigation.outcomes.items():
         name = f"{setup} {outcome.setup.says}"
-        strips[name] = investigation.heat(setup).max(axis=1)
+        strips[name] = heat_of(outcome).max(axis=1)
         if not outcome.clean:
             marks[name] = outcome.wrong["module"].iloc[0]
     return draw_strips(pd.concat(strips, axis=1).T, title="In which set-ups the draft is wrong, and where", marks=marks)
@@ -289,31 +316,46 @@ def divergence_values(investigation: Investigation) -> Values:
     output_alone, output_beside = (float(column["layer 0 MoE output std"]) for column in (alone, beside))
     first = investigation.first
     return {
-        "kept": kept, "kept_itself": kept_itself, "kept_less": kept_itself - kept, "n": len(tokens["S0"]),
-        "token": beside["first draft token"], "token_alone": alone["first draft token"],
+        "kept": kept,
+        "kept_itself": kept_itself,
+        "kept_less": kept_itself - kept,
+        "n": len(tokens["S0"]),
+        "token": beside["first draft token"],
+        "token_alone": alone["first draft token"],
         "begins_between": alone["layer 0 attention output std"] == beside["layer 0 attention output std"]
         and alone["layer 1 key input std"] != beside["layer 1 key input std"],
         "at_bank_0": first is not None and first.module == banks[0],
         "line": investigation.line.partition(" (")[0],
         "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
-        "output_alone": output_alone, "output_beside": output_beside, "output_ratio": output_beside / output_alone,
-        "wrong_unrun": wrong["S4"], "wrong_same_shape": wrong["S2"],
+        "output_alone": output_alone,
+        "output_beside": output_beside,
+        "output_ratio": output_beside / output_alone,
+        "wrong_unrun": wrong["S4"],
+        "wrong_same_shape": wrong["S2"],
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
-    }  # fmt: skip
+    }
 
 
 # --- figures --------------------------------------------------------------------------------------
 
 
+def heat_of(outcome: Outcome) -> pd.DataFrame:
+    """Return log10 of error over floor, from LOW to HIGH, of each module's worst tensor by position."""
+    places = [outcome.errors["module"], outcome.errors["position"]]
+    with np.errstate(divide="ignore"):
+        heat = np.log10(outcome.errors["ratio"]).fillna(0).clip(LOW, HIGH).groupby(places).max()
+    return heat.unstack().loc[outcome.errors["module"].unique()]
+
+
 def draw_heat(investigation: Investigation) -> go.Figure:
     """Plot the heat map of the first wrong set-up, else of the last; frame its first divergence.
 
-    Modules in the order of the run by tokens, colored by log10 of error over floor
-    (`Investigation.heat`); gray: not compared. It shows wrong modules and their neighbors, or all
-    if none is wrong, up to MOST_ROWS.
+    Modules in the order of the run by tokens, colored by `heat_of`; gray: not compared. It shows
+    wrong modules and their neighbors, or all if none is wrong, up to MOST_ROWS.
     """
-    table, first, setup = investigation.heat(), investigation.first, investigation.outcome().setup
+    outcome, first = investigation.outcome(), investigation.first
+    table, setup = heat_of(outcome), outcome.setup
     wrong = (table.max(axis=1) > LIMIT).to_numpy()
     near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
     drawn = table[near | ~near.any()].head(MOST_ROWS)
@@ -339,9 +381,14 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
         _frame(figure, x, x, y, half=0.42, width=2)
         anchor, shift = ("left", 10) if x < 0.8 * len(modules) else ("right", -10)
         figure.add_annotation(
-            x=x, y=y, text=modules[x].removeprefix("layers."), xanchor=anchor, xshift=shift, showarrow=False,
+            x=x,
+            y=y,
+            text=modules[x].removeprefix("layers."),
+            xanchor=anchor,
+            xshift=shift,
+            showarrow=False,
             font_size=11,
-        )  # fmt: skip
+        )
     _name_layers(figure, table.columns, modules)
     note = f"{LEGEND}; framed: the module named first"
     return dress(figure, "strips", title_text=title, title_subtitle_text=note, height=200 + 26 * len(table))
@@ -359,11 +406,20 @@ def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str
 
 
 def _heatmap(table: pd.DataFrame, **look: object) -> go.Figure:
-    z = table.round(2).to_numpy().tolist()  # as `errors.heat_values` has them: within HEAT
-    return go.Figure(go.Heatmap(
-        z=z, colorscale=SCALE, zmin=LOW, zmax=HIGH, colorbar_title_text="log10(error / floor)",
-        colorbar_title_side="right", colorbar_thickness=14, colorbar_outlinewidth=1, **look,
-    ))  # fmt: skip
+    z = table.round(2).to_numpy().tolist()
+    return go.Figure(
+        go.Heatmap(
+            z=z,
+            colorscale=SCALE,
+            zmin=LOW,
+            zmax=HIGH,
+            colorbar_title_text="log10(error / floor)",
+            colorbar_title_side="right",
+            colorbar_thickness=14,
+            colorbar_outlinewidth=1,
+            **look,
+        )
+    )
 
 
 def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:

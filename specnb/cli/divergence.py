@@ -124,9 +124,16 @@ def audit(
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audit_pair(
-            model, drafter, chosen, k=k, max_new_tokens=max_new_tokens, seed=seed, effect=effect, progress=progress,
+            model,
+            drafter,
+            chosen,
+            k=k,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            effect=effect,
+            progress=progress,
             **sampling,
-        )  # fmt: skip
+        )
     panel = frame_of("deviation from what the rows predict", pd.DataFrame(result.panel).drop(columns="far"))
     flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
     failed = flaws and ("failed exact checks", ["check", "count", "first", "finding"], flaws)
@@ -170,8 +177,16 @@ def faults(as_json: Json = False) -> None:
     models, rows = pair(), []
     for name, fault in FAULTS.items():
         with fault(*models) as planted:
-            rows.append({"fault": name, "cause": fault.cause, "first": planted.first, "note": planted.note,
-                         "issues": fault.issues, "options": fault.options})  # fmt: skip
+            rows.append(
+                {
+                    "fault": name,
+                    "cause": fault.cause,
+                    "first": planted.first,
+                    "note": planted.note,
+                    "issues": fault.issues,
+                    "options": fault.options,
+                }
+            )
     places = {None: "nothing", "": "the model's inputs"}
     table = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
     print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))

@@ -15,8 +15,7 @@ This room knows modules, tensors and logs; it knows nothing about speed.
 
 `compare`      judge two traces, without torch. `--sound` gives a correct run, which shows the size of
                rounding; `--rename OLD=NEW` aligns the paths of two module trees.
-`preflight`    check the drafter and the caches in seconds, before anything is traced.
-`audit`        decode, and test that draft and output tokens follow their rows (`sampling`; notebook 08).
+`audit`        decode (`lossless`), and test that draft and output tokens follow their rows (`sampling`).
 `audit-text`   feed another engine's greedy text through plain decoding: is it the target's own (`foreign`)?
 `faults`       six planted faults and two harmless changes (controls), to try on a model of your own.
 

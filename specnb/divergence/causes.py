@@ -22,15 +22,15 @@ from specnb.io import read_toml
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
 """Arguments of a model, as transformers names them."""
-Evidence = tuple[dict[str, Any], dict[str, Any]]
-"""Facts and whether they hold (any true value), and values for the rules' sentence templates."""
+Evidence = dict[str, Any]
+"""Facts, which hold if their value is true, and values for the rules' sentences."""
 
 
 # --- the evidence, one function per group ---------------------------------------------------------
 
 
-def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> tuple[set[str], dict[str, Any]]:
-    """Return the facts that hold for the first divergence, and values for the rules' templates.
+def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> Evidence:
+    """Return the evidence about the first divergence.
 
     At least one of the set-ups, in the order in which they ran, must be wrong. `repeats`: runs
     without hooks gave the same bits again.
@@ -38,34 +38,25 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
     bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
     kinds = {kind for kind, parts in find(lab.draft).items() if bad.first.module in dict(parts)}
     turning = "rotary" in kinds
-    groups = [
-        _setup_evidence(outcomes, repeats),
-        _module_evidence(bad, kinds),
-        _error_evidence(lab, bad, turning),
-        _read_evidence(lab, bad, turning),
-    ]
+    evidence = _setup_evidence(outcomes, repeats) | _module_evidence(bad, kinds)
+    evidence |= _error_evidence(lab, bad, turning) | _read_evidence(lab, bad, turning)
     if "attention" in kinds and bad.first.role == "in":
-        groups.append(_cache_evidence(lab, bad))
-    facts, values = set(), {}
-    for group_facts, group_values in groups:
-        facts |= {fact for fact, holds in group_facts.items() if holds}
-        values |= group_values
-    return facts, values
+        evidence |= _cache_evidence(lab, bad)
+    return evidence
 
 
 def _setup_evidence(outcomes: Mapping[str, Outcome], repeats: bool) -> Evidence:
     """Which set-ups are right, and what their contrasts show."""
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
     right_alone = all(outcome.clean for outcome in alone)
-    facts = {
+    return {
         "wrong alone": not right_alone,
         "right alone": alone and right_alone,
         "decoys differ": repeats and _decoys_differ(outcomes),
         "wrong at once": alone and all((outcome.wrong["feed"] == 0).any() for outcome in alone),
+        **{f"{name} right": outcome.clean for name, outcome in outcomes.items()},
+        **{f"{name} wrong": not outcome.clean for name, outcome in outcomes.items()},
     }
-    facts |= {f"{name} right": outcome.clean for name, outcome in outcomes.items()}
-    facts |= {f"{name} wrong": not outcome.clean for name, outcome in outcomes.items()}
-    return facts, {}
 
 
 def _decoys_differ(outcomes: Mapping[str, Outcome]) -> bool:
@@ -81,7 +72,7 @@ def _module_evidence(bad: Outcome, kinds: set[str]) -> Evidence:
     first = bad.first
     fed = (first.module, first.role) == ("", "in") and first.name in FED
     handed = first.role == "in" and first.at and "position" in first.name
-    facts = {
+    return {
         "turning": "rotary" in kinds,
         "attending": "attention" in kinds and first.role == "in",
         "routing": "router" in kinds,
@@ -89,8 +80,10 @@ def _module_evidence(bad: Outcome, kinds: set[str]) -> Evidence:
         "fed": fed,
         "handed": handed,
         "given wrong": fed or handed,
+        "module": name_module(first),
+        "at": first.at,
+        "name": first.name,
     }
-    return facts, {"module": name_module(first), "at": first.at, "name": first.name}
 
 
 def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
@@ -103,26 +96,28 @@ def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
     _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
     share = first.n_tokens / len(lab.script.text)
     factor = one_factor(rows["gain"].to_numpy(), rows["error"].to_numpy())
-    facts = {
+    return {
         "one token": first.n_tokens == 1,
         "some tokens": share < 0.9,
         "one factor": factor is not None,
         "scaled": factor is not None and not turning,
         "computed": (factor is None) != turning,
+        "position": first.first_token,
+        "factor": factor,
+        "share": share,
     }
-    return facts, {"position": first.first_token, "factor": factor, "share": share}
 
 
 def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
     """Whose parameters the operations of the first wrong module read."""
     module = bad.first.module
-    reads, parameters = _reads(bad, lab.meant, module), _parameters(lab, bad, module)
+    reads, parameters = _reads(bad, lab.loaded, module), _parameters(lab, bad, module)
     intended = reads["native"] | reads["copies"]
     # A rotary embedding reads one of its buffers; the other is what it was made from.
     complete = intended and (parameters <= intended or turning)
     astray = reads["changed"] or reads["foreign"] or reads["strange"]
     of_others = reads["copies"] or reads["foreign"] or reads["strange"]
-    facts = {
+    return {
         "foreign read": reads["foreign"],
         "changed read": reads["changed"],
         "strange read": reads["strange"],
@@ -131,8 +126,6 @@ def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
         # A kernel that torch does not see read the parameters.
         "read unseen": parameters and not (parameters & reads["native"] or of_others),
         "parameters": parameters or any(reads.values()),
-    }
-    return facts, {
         "foreign_reads": _listed(reads["foreign"]),
         "changes": _listed(reads["changed"]),
         "copied": f"; it read copies of {_listed(reads['copies'])}" if reads["copies"] else "",
@@ -149,14 +142,12 @@ def _cache_evidence(lab: Lab, bad: Outcome) -> Evidence:
     values = same.get("values")
     # A few channels of keys are large: a coarse type may put keys further off than values.
     coarse = "keys" in same and "values" in nearly
-    facts = {
+    return {
         "slots right": same and all(same.values()),
         "slots wrong": False in same.values() and not values and not coarse,
         "near": nearly,
         "values right": values,
         "values wrong": values is False,
-    }
-    return facts, {
         "others_cached": " and ".join(kind for kind, alike in same.items() if not alike),
         "nearly": " and ".join(nearly),
         "nearly_off": max(nearly.values(), default=0.0),
@@ -176,14 +167,14 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
     The model itself contains all modules; only those that ran count.
     """
     names = canonical(path for path, _ in lab.reference.named_modules())
-    holders = {path: names[path.rpartition(".")[0]] for path in lab.meant}
+    holders = {path: names[path.rpartition(".")[0]] for path in lab.loaded}
     ran = {*holders.values()} if module else {*bad.trace.tensors["module"]}
     hidden = {item for item in ran - {*bad.errors["at"]} if item.startswith(module and f"{module}.")}
     return {path for path, holder in holders.items() if holder == module or holder in hidden}
 
 
-def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set[str]]:
-    """Return the parameters that operations of a module read, by owner; `meant`: digests by path.
+def _reads(bad: Outcome, loaded: Mapping[str, str], module: str) -> dict[str, set[str]]:
+    """Return the parameters that operations of a module read, by owner; `loaded`: digests by path.
 
     "native": the draft's, by any path (a tied head is read as the embedding); "changed": those of
     them whose content differs from the pristine copy's; "foreign": other models', as owner:path. Of
@@ -193,10 +184,10 @@ def _reads(bad: Outcome, meant: Mapping[str, str], module: str) -> dict[str, set
     params, reads = bad.trace.params, defaultdict(set)
     for read in params[params["module"] == module].itertuples():
         path = read.owner_path
-        same = {name for name, content in meant.items() if content and content == read.digest}
+        same = {name for name, content in loaded.items() if content and content == read.digest}
         if read.owner == OWN:
             reads["native"].update({path, *same})
-            if meant.get(path, read.digest) != read.digest:
+            if loaded.get(path, read.digest) != read.digest:
                 reads["changed"].add(path)
         elif read.owner != UNKNOWN:
             reads["foreign"].add(f"{read.owner}:{path}")
@@ -250,24 +241,24 @@ class Cause(NamedTuple):
     next_experiment: str
 
 
-def rank(facts: set[str], values: Mapping[str, Any]) -> list[Cause]:
+def rank(evidence: Evidence) -> list[Cause]:
     """Return all cause classes, likeliest first."""
     total = sum(kind["cases"] for kind in CLASSES.values())
     causes = []
     for name, kind in CLASSES.items():
         signs = [
-            Sign(weight, sentence.format_map(values))
+            Sign(weight, sentence.format_map(evidence))
             for weight, when, sentence in kind["rules"]
-            if all(_holds(fact, facts) for fact in when.split(", "))
+            if all(_holds(fact, evidence) for fact in when.split(", "))
         ]
         score = math.log(kind["cases"] / total) + sum(sign.weight for sign in signs)
         causes.append(Cause(name, score, signs, kind["issues"], kind["next_experiment"]))
     return sorted(causes, key=lambda cause: -cause.score)
 
 
-def _holds(fact: str, facts: set[str]) -> bool:
+def _holds(fact: str, evidence: Evidence) -> bool:
     """Tell whether a fact holds, or does not hold if it begins with "not "."""
-    return (fact.removeprefix("not ") in facts) != fact.startswith("not ")
+    return bool(evidence.get(fact.removeprefix("not "))) != fact.startswith("not ")
 
 
 def read_rules() -> pd.DataFrame:

@@ -7,7 +7,7 @@ sound runs show, or rounding to the dtype.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,11 +35,10 @@ UNRELATED, UNRELATED_GAIN = 0.9, 0.35
 EXIT = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
 """Exit codes by verdict; 125 is what `git bisect run` skips."""
 
-HEAT = (-1.0, 8.0)
-"""Range of a heat map, log10 of error over floor."""
-
 TENSOR = ["at", "call", "role", "name"]
 """The columns that identify a tensor."""
+LABELS = ["order", "module", *TENSOR, "discrete"]
+"""The columns that have one value per tensor."""
 
 
 class Node(NamedTuple):
@@ -64,6 +63,16 @@ class Node(NamedTuple):
 def name_module(node: Node) -> str:
     """Return a readable name of a node's module."""
     return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
+
+
+def expand_tokens(tensors: Sequence[tuple], **more: type) -> pd.DataFrame:
+    """Return one row per token, from one row per tensor.
+
+    A tensor has the values of LABELS, and arrays of positions, errors, gains and `more` columns.
+    """
+    types = {"position": int, "error": float, "gain": float, **more}
+    table = pd.DataFrame(tensors, columns=[*LABELS, *types]).explode([*types], ignore_index=True)
+    return table.astype({**types, "discrete": bool})
 
 
 def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:
@@ -95,14 +104,6 @@ def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
     groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
     return wrong.loc[groups["error"].idxmax()].join(tokens, on=columns).reset_index(drop=True)
-
-
-def heat_values(errors: pd.DataFrame) -> pd.DataFrame:
-    """Return log10 of error over floor, within HEAT, of each module's worst tensor by position."""
-    places = [errors["module"], errors["position"]]
-    with np.errstate(divide="ignore"):
-        heat = np.log10(errors["ratio"]).fillna(0).clip(*HEAT).groupby(places).max()
-    return heat.unstack().loc[errors["module"].unique()]
 
 
 def give_verdict(

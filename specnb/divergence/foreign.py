@@ -97,9 +97,13 @@ def read_texts(path: Path) -> list[ForeignText]:
 
 
 def audit_texts(
-    target: LanguageModel, texts: Sequence[ForeignText], other: LanguageModel | None = None, *,
-    max_tokens: int | None = None, progress: Progress = silent,
-) -> ForeignAudit:  # fmt: skip
+    target: LanguageModel,
+    texts: Sequence[ForeignText],
+    other: LanguageModel | None = None,
+    *,
+    max_tokens: int | None = None,
+    progress: Progress = silent,
+) -> ForeignAudit:
     """Judge the first `max_tokens` of greedy texts, source by source.
 
     "identical": no fork. "near ties": all margins are below twice the noise, and forks are no more
@@ -112,28 +116,30 @@ def audit_texts(
     require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
-    fed, tables = {}, []  # by text: texts are often equal
+    # 1. Force each prompt and output once: texts are often equal.
+    forced = {}
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
         prompt, ids = key
-        if not ids:
-            continue
-        if key not in fed:
+        if ids and key not in forced:
             rows, noise, ranges = force(target, prompt, [(token,) for token in ids], width=WIDTH, other=other)
             margins = [row.max() - row[0] for row in rows]
             columns = {"position": range(len(ids)), "token": ids, "margin": margins, "noise": noise, "range": ranges}
-            fed[key] = pd.DataFrame(columns)
-        tables.append(fed[key].assign(id=text.id, source=text.source))
-    if not fed:
+            forced[key] = pd.DataFrame(columns)
+    if not forced:
         raise InputError("got no output token in any text, expected at least one")
-    every, rows = pd.concat(fed.values()), pd.concat(tables)
+    # 2. How large is rounding?
+    every = pd.concat(forced.values())
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
         line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's type"
-    controls = {text.source: text.control for text in texts}
     limit = 2 * noise if is_rounding else None
+    # 3. Judge each source.
+    labeled = zip(texts, keys, strict=True)
+    rows = pd.concat(forced[key].assign(id=text.id, source=text.source) for text, key in labeled if key in forced)
+    controls = {text.source: text.control for text in texts}
     verdicts = [_judge(source, control, rows, limit) for source, control in controls.items()]
     return ForeignAudit(verdicts, limit, line)
 
@@ -156,8 +162,9 @@ def _encode(
 
 def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -> SourceVerdict:
     """Judge a source's rows, one per token; `limit` as in `ForeignAudit`."""
-    rows, plain = rows[rows["source"] == source], rows[rows["source"] == control]
-    forks, plain_forks = rows[rows["margin"] > 0], plain[plain["margin"] > 0]
+    rows, plain = (rows[rows["source"] == name] for name in (source, control))
+    forks, plain_forks = (part[part["margin"] > 0] for part in (rows, plain))
+    # 1. Which forks come with drafts, and are forks more frequent with them?
     new, frequent = None, False
     if len(plain) and len(rows):
         same = plain_forks[["id", "position", "token"]].drop_duplicates()
@@ -165,11 +172,15 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
         low, _ = wilson(len(forks) / len(rows), len(rows), NORMAL)
         _, high = wilson(len(plain_forks) / len(plain), len(plain), NORMAL)
         frequent = low > high
+    # 2. Does rounding explain their margins?
     shares = forks["margin"] / forks["range"]
     explained = shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
-    verdict = "hard" if frequent or not explained else "inconclusive" if limit is None else "near ties"
     if forks.empty:
         verdict = "identical"
+    elif frequent or not explained:
+        verdict = "hard"
+    else:
+        verdict = "inconclusive" if limit is None else "near ties"
     first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
     margin = max([0.0, *forks["margin"]])
     return SourceVerdict(source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first)

@@ -9,7 +9,7 @@ module by module, with a pristine copy on the same inputs.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -74,8 +74,11 @@ class Investigation:
     @property
     def line(self) -> str:
         """The verdict in one line."""
-        ran = self.setups().query("verdict != 'not run'").groupby("verdict")["setup"].agg(" ".join)
-        summary, first = "; ".join(f"{names} {verdict}" for verdict, names in ran.items()), self.first
+        ran = {"clean": [], "wrong": []}
+        for name, outcome in self.outcomes.items():
+            ran["clean" if outcome.clean else "wrong"].append(name)
+        summary = "; ".join(f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names)
+        first = self.first
         if first is None:
             alone = "" if self.facts["in_service"] else "; without a service: the models ran by themselves"
             return f"{self.verdict}: {self.reason}; {summary}{alone}"
@@ -119,50 +122,70 @@ class Investigation:
         """Return one row per set-up; `n_wrong` counts tensors, `foreign` parameters."""
         rows = []
         for name, setup in SETUPS.items():
-            outline = "not run", "", None, None
+            row = {
+                "setup": name,
+                "says": setup.says,
+                "verdict": "not run",
+                "first": "",
+                "n_wrong": None,
+                "foreign": None,
+            }
             if outcome := self.outcomes.get(name):
-                judged = ("clean", "") if outcome.clean else ("wrong", name_module(outcome.first))
-                outline = *judged, outcome.wrong.groupby(TENSOR).ngroups, outcome.foreign["owner_path"].nunique()
-            rows.append((name, setup.says, *outline, setup.rules_out))
-        columns = ["setup", "says", "verdict", "first", "n_wrong", "foreign", "kills"]
-        return pd.DataFrame(rows, columns=columns).astype({"n_wrong": "Int64", "foreign": "Int64"})
+                row["verdict"] = "clean" if outcome.clean else "wrong"
+                row["first"] = "" if outcome.clean else name_module(outcome.first)
+                row["n_wrong"] = outcome.wrong.groupby(TENSOR).ngroups
+                row["foreign"] = outcome.foreign["owner_path"].nunique()
+            rows.append(row | {"kills": setup.rules_out})
+        return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
     def ranked(self) -> pd.DataFrame:
         """Return the causes, likeliest first, with the signs for and against each."""
         rows = []
         for cause in self.causes:
-            for_it, against_it = (
-                [f"{sign.says} ({sign.weight:+g})" for sign in cause.signs if sign.weight * way > 0] for way in (1, -1)
-            )
+            signs = {f"{sign.says} ({sign.weight:+g})": sign.weight for sign in cause.signs}
+            for_it = [says for says, weight in signs.items() if weight > 0]
+            against_it = [says for says, weight in signs.items() if weight < 0]
             rows.append((cause.name, cause.score, for_it, against_it, cause.issues, cause.next_experiment))
-        return pd.DataFrame(rows, columns=["cause", "score", "for_it", "against_it", "issues", "next_experiment"])
+        columns = ["cause", "score", "for_it", "against_it", "issues", "next_experiment"]
+        return pd.DataFrame(rows, columns=columns)
 
     def outcome(self) -> Outcome:
         """Return the outcome of the first wrong set-up, else of the last."""
         return self.bad or [*self.outcomes.values()][-1]
 
-    def heat(self, setup: str | None = None) -> pd.DataFrame:
-        """Return `errors.heat_values` of a set-up; None: of the one that `outcome` returns."""
-        return errors.heat_values((self.outcomes[setup] if setup else self.outcome()).errors)
-
     def document(self) -> dict[str, Any]:
         """Return a JSON document; `schema` is its version."""
         first = self.first
-        return plain({
-            "schema": SCHEMA, "verdict": self.verdict, "line": self.line, "reason": self.reason,
-            "exit_code": self.exit_code, "first": first and first._asdict(), "nodes": self.nodes().to_dict("records"),
-            "setups": self.setups().to_dict("records"),
-            "cause_known": self.cause_known, "causes": self.ranked().to_dict("records"),
-            "coverage": self.coverage._asdict() | {"says": str(self.coverage)},
-            "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
-            "repeats": self.repeats, "inert": self.inert, "facts": self.facts,
-        })  # fmt: skip
+        return plain(
+            {
+                "schema": SCHEMA,
+                "verdict": self.verdict,
+                "line": self.line,
+                "reason": self.reason,
+                "exit_code": self.exit_code,
+                "first": first and first._asdict(),
+                "nodes": self.nodes().to_dict("records"),
+                "setups": self.setups().to_dict("records"),
+                "cause_known": self.cause_known,
+                "causes": self.ranked().to_dict("records"),
+                "coverage": self.coverage._asdict() | {"says": str(self.coverage)},
+                "floors": {"largest": self.lab.floor.max(), "median": self.lab.floor.median()},
+                "repeats": self.repeats,
+                "inert": self.inert,
+                "facts": self.facts,
+            }
+        )
 
 
 def investigate(
-    draft: Module, target: Module | None = None, *, script: Script | None = None, deploy: Deploy | None = None,
-    setups: Sequence[str] | None = None, progress: Progress = silent,
-) -> Investigation:  # fmt: skip
+    draft: Module,
+    target: Module | None = None,
+    *,
+    script: Script | None = None,
+    deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None,
+    progress: Progress = silent,
+) -> Investigation:
     """Investigate a transformers draft, next to `target` if there is one.
 
     `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 if the draft is wrong only
@@ -175,8 +198,12 @@ def investigate(
 
 
 def judge_service(
-    lab: Lab, *, deploy: Deploy | None = None, setups: Sequence[str] | None = None, progress: Progress = silent,
-) -> Investigation:  # fmt: skip
+    lab: Lab,
+    *,
+    deploy: Deploy | None = None,
+    setups: Sequence[str] | None = None,
+    progress: Progress = silent,
+) -> Investigation:
     """Investigate with an existing lab: its reference and floors serve several services."""
     started = time.perf_counter()
     outcomes = {}
@@ -189,44 +216,45 @@ def judge_service(
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
 
+    # 1. Run the set-ups; if the draft is wrong only next to a neighbor, those that tell why.
     run(setups or FIRST)
     wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
     if not setups and wrong and wrong[0].setup.beside != "nobody":
         run(ON_DEMAND)
+    # 2. Does the draft repeat, and do hooks change anything?
     ran = [*outcomes.values()]
-    covered = (Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran)
-    coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
     repeats = inert = True
     for name in dict.fromkeys(item.setup.id for item in (ran[0], *wrong[:1], ran[-1])):
         bare = lab.bare(name, deploy)
         repeats &= same_logits(bare, lab.bare(name, deploy))
         inert &= same_logits(bare, outcomes[name].logits)
-    offset = ["all positions are offset by one number, which RoPE does not see" for item in ran if item.offset]
-    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in ran)
-    verdict, reason = errors.give_verdict(
-        bool(wrong),
-        doubts=_doubts(lab, outcomes, coverage, repeats, inert),
-        excuses=offset,
-        sound="every set-up is bit-identical to a copy of the draft as loaded" if alike else "",
-        rest="bits differ from the pristine copy's, in no module by more than another order of summation",
-    )
-    if verdict == "DIVERGENT":
-        far, apart = lab.logits_off(outcome for outcome in ran if not outcome.clean)
-        reason = "" if far > TIMES_FLOOR * apart else f"its logits differ by {far:.1g}, no more than rounding"
-    elif verdict != "INCONCLUSIVE":
-        reason += _foreign(outcomes)
-    script, draft = lab.script, lab.draft
-    facts = {
-        "draft": type(draft).__name__, "target": lab.target and type(lab.target).__name__, "dtype": lab.dtype,
-        "device": str(next(draft.parameters()).device), "threads": torch.get_num_threads(),
-        "torch": torch.__version__, "transformers": metadata.version("transformers"),
-        "tokens": len(script.text), "prompt": len(script.feeds[0].ids), "feeds": len(script.feeds),
-        "taken_back": sum(feed.forget for feed in script.feeds), "seconds": time.perf_counter() - started,
-        "training": draft.training, "in_service": deploy is not None,
-        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
-    }  # fmt: skip
-    causes = rank(*gather(lab, outcomes, repeats=repeats)) if wrong else []
+    # 3. How much was compared, the verdict, and the causes.
+    covered = (Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran)
+    coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
+    verdict, reason = _verdict(lab, outcomes, _doubts(lab, outcomes, coverage, repeats, inert))
+    causes = rank(gather(lab, outcomes, repeats=repeats)) if wrong else []
+    facts = _facts(lab) | {"in_service": deploy is not None, "seconds": time.perf_counter() - started}
     return Investigation(verdict, reason, lab, outcomes, causes, coverage, repeats, inert, facts)
+
+
+def _facts(lab: Lab) -> dict[str, Any]:
+    """Return what was investigated, on which machine and with which tokens."""
+    script, draft = lab.script, lab.draft
+    return {
+        "draft": type(draft).__name__,
+        "target": lab.target and type(lab.target).__name__,
+        "dtype": lab.dtype,
+        "device": str(next(draft.parameters()).device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "tokens": len(script.text),
+        "prompt": len(script.feeds[0].ids),
+        "feeds": len(script.feeds),
+        "taken_back": sum(feed.forget for feed in script.feeds),
+        "training": draft.training,
+        "unsteady": sorted({module or "the model itself" for module, *_ in lab.unsteady.index}),
+    }
 
 
 def random_script(
@@ -236,6 +264,26 @@ def random_script(
     size = min(model.get_input_embeddings().num_embeddings for model in (draft, target) if model is not None)
     text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
+
+
+def _verdict(lab: Lab, outcomes: Mapping[str, Outcome], doubts: Iterable[str]) -> tuple[str, str]:
+    """Return the verdict and its reason."""
+    ran = [*outcomes.values()]
+    wrong = [outcome for outcome in ran if not outcome.clean]
+    alike = all(same_logits(item.logits, lab.sound_logits[item.setup.in_blocks]) for item in ran)
+    verdict, reason = errors.give_verdict(
+        bool(wrong),
+        doubts=doubts,
+        excuses=["all positions are offset by one number, which RoPE does not see" for item in ran if item.offset],
+        sound="every set-up is bit-identical to a copy of the draft as loaded" if alike else "",
+        rest="bits differ from the pristine copy's, in no module by more than another order of summation",
+    )
+    if verdict == "DIVERGENT":
+        far, apart = lab.logits_off(wrong)
+        reason = "" if far > TIMES_FLOOR * apart else f"its logits differ by {far:.1g}, no more than rounding"
+    elif verdict != "INCONCLUSIVE":
+        reason += _foreign(outcomes)
+    return verdict, reason
 
 
 def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
@@ -276,37 +324,10 @@ def _foreign(outcomes: Mapping[str, Outcome]) -> str:
 # --- the report as plain text ---------------------------------------------------------------------
 
 
-def answers(investigation: Investigation) -> dict[str, str]:
-    """Return the questions that a reader asks first, and this investigation's answers."""
-    facts, floor = investigation.facts, investigation.lab.floor
-    other = ", ".join(
-        name for name, item in investigation.outcomes.items()
-        if [step["token_ids"] for step in item.run.steps] != [[*feed.ids] for feed in item.script.feeds]
-    )  # fmt: skip
-    return {
-        "Same tokens in all runs?": (
-            f"{f'NO, the model got other tokens in {other}' if other else 'Yes'}: each set-up is fed "
-            f"{facts['tokens']} tokens, a prompt of {facts['prompt']} and {facts['feeds'] - 1} feeds, "
-            f"and {facts['taken_back']} tokens are rolled back."
-        ),
-        "Does it repeat?": (
-            "Yes: without hooks, a second run is bit-identical." if investigation.repeats else "NO: the bits differ."
-        ),
-        "Do the hooks change anything?": (
-            "No." if investigation.inert else "YES, or it does not repeat: the captured run is not the real one."
-        ),
-        "What was compared?": f"{investigation.coverage}.",
-        "What was not compared?": _not_seen(investigation),
-        "What counts as wrong?": (
-            f"An error of more than {TIMES_FLOOR:g} times the floor: the largest error of that tensor between sound "
-            f"runs of other shapes, median {floor.median():.2g}, maximum {floor.max():.2g} (relative L2)."
-        ),
-    }
-
-
-def _not_seen(investigation: Investigation) -> str:
-    coverage, facts = investigation.coverage, investigation.facts
-    lists = {
+def text(investigation: Investigation) -> str:
+    """Return the report as plain text, the verdict line first."""
+    coverage, facts, floor = investigation.coverage, investigation.facts, investigation.lab.floor
+    missed = {
         "never ran": coverage.never_called,
         "ran and not compared": coverage.uncompared,
         "compared only as part of the containing module": coverage.with_holder,
@@ -314,26 +335,27 @@ def _not_seen(investigation: Investigation) -> str:
         "left out (other shapes)": coverage.left_out,
         "set-ups not run": [name for name in SETUPS if name not in investigation.outcomes],
     }
-    parts = [] if facts["in_service"] else ["a service: the models ran by themselves"]
-    parts += [f"{name}: {', '.join(names)}" for name, names in lists.items() if names]
-    if unseen := coverage.parameters - coverage.seen_at_use:
-        parts.append(f"{unseen} parameters of the draft without an observed read")
-    parts.append("whether the loaded weights are those of the checkpoint")
-    return "; ".join(parts) + "."
-
-
-def text(investigation: Investigation) -> str:
-    """Return the report as plain text, the verdict line first."""
-    parts = [investigation.line, "", *map(" ".join, answers(investigation).items())]
-    parts += ["", "Set-ups", investigation.setups().astype("string").fillna("").to_string(index=False)]
+    parts = [
+        investigation.line,
+        "",
+        f"fed: {facts['tokens']} tokens in {facts['feeds']} feeds, {facts['taken_back']} rolled back",
+        f"compared: {coverage}",
+        *(f"{name}: {', '.join(names)}" for name, names in missed.items() if names),
+        f"wrong: an error above {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs "
+        f"of other shapes (relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})",
+        "",
+        "Set-ups",
+        investigation.setups().astype("string").fillna("").to_string(index=False),
+    ]
     if investigation.bad is not None:
-        nodes = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
-        parts += ["", "Earliest divergences", nodes.to_string(index=False, float_format="{:.4g}".format)]
+        earliest = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
+        parts += ["", "Earliest divergences", earliest.to_string(index=False, float_format="{:.4g}".format)]
         parts += ["", "Causes, likeliest first"]
     for cause in investigation.ranked().itertuples():
-        if cause.for_it:
-            parts.append(f"{cause.cause} ({cause.score:+.1f}): {'; '.join(cause.for_it)}")
-            if cause.against_it:
-                parts.append(f"  against it: {'; '.join(cause.against_it)}")
-            parts.append(f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}")
+        if not cause.for_it:
+            continue
+        parts.append(f"{cause.cause} ({cause.score:+.1f}): {'; '.join(cause.for_it)}")
+        if cause.against_it:
+            parts.append(f"  against it: {'; '.join(cause.against_it)}")
+        parts.append(f"  seen before: {', '.join(cause.issues)}; next: {cause.next_experiment}")
     return "\n".join(parts) + "\n"

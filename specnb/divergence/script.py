@@ -32,25 +32,23 @@ class Feed(NamedTuple):
 class Script:
     """Feeds in order, and the `text`: the tokens in the state at the end.
 
-    `starts`: the position of the first token of each feed. `last_feeds` `(tokens,)`: the last feed
-    of each position of the text. Raises InputError for an empty script, and if more tokens are
-    rolled back than are in the state.
+    `starts`: the position of the first token of each feed. Raises InputError for an empty script,
+    and if more tokens are rolled back than are in the state.
     """
 
     def __init__(self, feeds: Iterable[Feed]) -> None:
         self.feeds = tuple(feeds)
-        self.starts, state = [], []  # state: the feed and the token of each position
+        self.starts, text = [], []
         for number, feed in enumerate(self.feeds):
-            self.starts.append(len(state))
-            state += [(number, token) for token in feed.ids]
-            if not feed.ids or not 0 <= feed.forget < len(state):
-                rollback = f"a rollback of {feed.forget} of {len(state)}"
+            self.starts.append(len(text))
+            text += feed.ids
+            if not feed.ids or not 0 <= feed.forget < len(text):
+                rollback = f"a rollback of {feed.forget} of {len(text)}"
                 raise InputError(f"feed {number}: got {len(feed.ids)} tokens and {rollback}")
-            del state[len(state) - feed.forget :]
-        if not state:
+            del text[len(text) - feed.forget :]
+        if not text:
             raise InputError("a script needs at least one feed: the prompt")
-        numbers, self.text = zip(*state, strict=True)
-        self.last_feeds = np.array(numbers)
+        self.text = tuple(text)
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
@@ -79,9 +77,8 @@ class Script:
         lengths = [step["length"] for step in trace.facts["steps"]]
         if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may split or merge feeds
             raise InputError(f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: not those of the script")
-        aligned = Alignment(trace, firsts=self.starts)
-        aligned.positions, aligned.last_step = np.arange(len(self.text)), self.last_feeds
-        aligned.tokens, steps = np.array(self.text), {*self.last_feeds}
+        aligned = Alignment(trace, firsts=self.starts, text=self.text)
+        steps = {*aligned.last_step}
         aligned.whole = {
             key: whole for key, whole in aligned.whole.items() if steps <= {row.step for row in aligned.rows[key]}
         }
@@ -90,9 +87,12 @@ class Script:
 
 @torch.no_grad()
 def feed_script(
-    model: Module, script: Script, *, before: Callable[[Feed], None] = lambda feed: None,
+    model: Module,
+    script: Script,
+    *,
+    before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Feed a transformers model; return logits `(tokens, vocab)` per feed, on the CPU."""
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:

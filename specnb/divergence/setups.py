@@ -38,6 +38,7 @@ from specnb.divergence.errors import (
     TENSOR,
     TIMES_FLOOR,
     Node,
+    expand_tokens,
     flat,
     gains,
     judge_errors,
@@ -52,14 +53,14 @@ from specnb.divergence.pair import copy_of, decoy_twin
 from specnb.divergence.parts import find
 from specnb.divergence.script import Feed, Script, feed_script
 from specnb.divergence.trace import (
-    NEIGHBOUR,
+    NEIGHBOR,
     OWN,
     UNKNOWN,
     Alignment,
     Key,
     ModuleTrace,
     Whole,
-    find_turned,
+    find_offset,
 )
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
@@ -97,13 +98,15 @@ class Outcome:
     """
 
     setup: SetUp
-    script: Script
     errors: pd.DataFrame
-    trace: ModuleTrace
     run: Alignment
     logits: Logits
     offset: bool
     coarser: str = ""
+
+    @property
+    def trace(self) -> ModuleTrace:
+        return self.run.trace
 
     @cached_property
     def wrong(self) -> pd.DataFrame:
@@ -139,16 +142,14 @@ class Lab:
         if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(script.text):
             raise InputError(f"got token {max(script.text)}, expected below {size}: give tokens that both models have")
         self.reference = copy_of(draft)
-        self.meant = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
+        self.loaded = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
         """Digests of parameters and buffers by path; tied ones appear under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
-        parts = find(self.reference)
-        self._rotaries = [*dict(parts["rotary"])]
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """The pristine copy's runs: fed as in the script, and in blocks."""
         self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
-        routers = self.floor.index.isin([*dict(parts["router"])], level="at")
+        routers = self.floor.index.isin([path for path, _ in find(self.reference)["router"]], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """Floors of tensors that cannot be judged: sound runs differ so much that zeros would pass.
 
@@ -159,33 +160,38 @@ class Lab:
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up.
 
-        `deploy(draft, neighbour)` is the service under suspicion; without it the models run in
+        `deploy(draft, neighbor)` is the service under suspicion; without it the models run in
         turn. Raises InputError for logits of another vocabulary.
         """
         setup = SETUPS[name]
-        script, neighbour = self.blocks if setup.in_blocks else self.script, self._neighbour(setup)
-        known = {} if neighbour is None else {NEIGHBOUR: neighbour}
-        service = deploy(self.draft, neighbour) if deploy else nullcontext()
+        neighbor = self._neighbor(setup)
+        known = {} if neighbor is None else {NEIGHBOR: neighbor}
+        # 1. Run the draft in service.
+        service = deploy(self.draft, neighbor) if deploy else nullcontext()
         with service, capture(self.draft, known=known, states=True) as builder:
-            logits = self._logits(setup, neighbour, builder.paused)
+            logits = self._logits(setup, neighbor, builder.paused)
         trace = builder.trace()
-        relabel(trace, neighbour, self.meant)
-        run = script.align(trace)
+        relabel(trace, neighbor, self.loaded)
+        # 2. Replay the run on the pristine copy; one offset of all positions is no error.
+        run = self._script(setup).align(trace)
         errors = local_errors(self.reference, run)
-        shifted = self._explain_offset(errors, run)
-        errors.loc[shifted, "error"] = 0.0
-        errors = judge_errors(errors, self.floor, script.last_feeds)
-        coarser = self._coarser_type(logits) if errors["wrong"].any() else ""
+        sound = self.sound[0].whole
+        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
+        if offset := find_offset(pairs):
+            errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
+        # 3. Judge the errors, unless the service computes in a coarser type.
+        errors = judge_errors(errors, self.floor, run.last_step)
+        coarser = _coarser_type(logits, self.dtype) if errors["wrong"].any() else ""
         if coarser:
             errors["wrong"] = False
-        return Outcome(setup, script, errors, trace, run, logits, shifted.any(), coarser)
+        return Outcome(setup, errors, run, logits, bool(offset), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
         """Return the logits of a set-up without hooks."""
         setup = SETUPS[name]
-        neighbour = self._neighbour(setup)
-        with deploy(self.draft, neighbour) if deploy else nullcontext():
-            return self._logits(setup, neighbour)
+        neighbor = self._neighbor(setup)
+        with deploy(self.draft, neighbor) if deploy else nullcontext():
+            return self._logits(setup, neighbor)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return the largest relative L2 error of the set-ups' logits, and that between sound runs.
@@ -196,16 +202,16 @@ class Lab:
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def _logits(
-        self, setup: SetUp, neighbour: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
+        self, setup: SetUp, neighbor: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
     ) -> Logits:
         """Return the logits of the draft in service; its neighbor reads the text around feeds."""
 
         def step(_feed: Feed) -> None:
             with torch.no_grad(), unseen():
-                neighbour(torch.tensor([self.script.text], device=next(neighbour.parameters()).device), use_cache=False)
+                neighbor(torch.tensor([self.script.text], device=next(neighbor.parameters()).device), use_cache=False)
 
-        steps = {} if neighbour is None or setup.runs == "never" else {setup.runs: step}
-        logits = feed_script(self.draft, self.blocks if setup.in_blocks else self.script, **steps)
+        steps = {} if neighbor is None or setup.runs == "never" else {setup.runs: step}
+        logits = feed_script(self.draft, self._script(setup), **steps)
         vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
@@ -213,7 +219,10 @@ class Lab:
                 raise InputError(f"{shapes}: return those of the draft's vocabulary, of the last token at least")
         return logits
 
-    def _neighbour(self, setup: SetUp) -> Module | None:
+    def _script(self, setup: SetUp) -> Script:
+        return self.blocks if setup.in_blocks else self.script
+
+    def _neighbor(self, setup: SetUp) -> Module | None:
         match setup.beside:
             case "nobody":
                 return None
@@ -226,24 +235,6 @@ class Lab:
         if self.target is None:
             raise InputError(f"{setup.id} runs the draft next to a target: give one")
         return self.target
-
-    def _explain_offset(self, errors: pd.DataFrame, run: Alignment) -> pd.Series:
-        """Mark the rows that a single offset of all positions explains.
-
-        A model without rotary modules has learned positions; there, an offset is an error.
-        """
-        sound = self.sound[0].whole
-        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
-        turned = [find_turned(path, pairs) for path in self._rotaries]
-        if not turned or not all(turned):
-            return pd.Series(False, index=errors.index)
-        return errors["module"].isin(self._rotaries) | (errors["discrete"] & errors["name"].str.contains("position"))
-
-    def _coarser_type(self, logits: Logits) -> str:
-        """Return the coarser type than the draft's that all logits are rounded to; "" if none."""
-        coarser = [name for name, size in ROUNDING.items() if size > ROUNDING[self.dtype]]
-        # The coarsest first: numbers of bfloat16 are numbers of float16, too.
-        return next((name for name in reversed(coarser) if _held_by(logits, name)), "")
 
 
 def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
@@ -266,8 +257,8 @@ def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
 def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     """Replay a run on the pristine `reference`; return one row per tensor and token.
 
-    Columns: order, module, call, role, name, at, discrete, position, error, gain. `module` computed
-    the tensor; for an input it is the module that contains `at`, where the tensor was captured.
+    `module` computed the tensor; for an input it is the module that contains `at`, where the tensor
+    was captured.
     `error` is relative L2, `gain` is <a, b> / <a, a> of the sound tensor a and the run's b. For
     integers, `error` is 1 if any differs; for experts chosen by scores, it is the difference of
     their scores, relative to all scores.
@@ -276,10 +267,7 @@ def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     with watch_modules(reference, replay.enter, replay.leave):
         ids = torch.tensor(run.tokens[None], device=next(reference.parameters()).device)
         reference(input_ids=ids, use_cache=False)
-    columns = {"position": int, "error": float, "gain": float}
-    labels = ["order", "module", "call", "role", "name", "at", "discrete"]
-    tensors = pd.DataFrame(replay.errors, columns=[*labels, *columns])
-    return tensors.explode([*columns], ignore_index=True).astype(columns)
+    return expand_tokens(replay.errors)
 
 
 class _Replay:
@@ -321,7 +309,7 @@ class _Replay:
             whole = self._run.whole.get(key)
             if whole is None or whole.values.ndim != replayed.ndim:
                 continue
-            labels = self._order, maker, key.call, role, name, path
+            labels = self._order, maker, *key
             computed = np.moveaxis(to_numpy(replayed), whole.axis, 0)
             choice = role == "out" and computed.dtype.kind in "iu" and computed.ndim > 1
             if not _comparable(computed, whole.values):
@@ -397,11 +385,16 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
 # --- logits ---------------------------------------------------------------------------------------
 
 
-def _held_by(logits: Logits, dtype: str) -> bool:
-    """Tell whether all logits are numbers of this type, and not all are zero."""
-    kind = getattr(torch, dtype)
-    exact = all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits)
-    return exact and any(row.any() for row in logits)
+def _coarser_type(logits: Logits, dtype: str) -> str:
+    """Return the coarser type than `dtype` whose numbers all logits are; "" if none, or for zeros."""
+    if not any(row.any() for row in logits):
+        return ""
+    # The coarsest first: numbers of bfloat16 are numbers of float16, too.
+    for name, size in reversed(ROUNDING.items()):
+        kind = getattr(torch, name)
+        if size > ROUNDING[dtype] and all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits):
+            return name
+    return ""
 
 
 def _logits_off(sound: Alignment, run: Alignment) -> float:
@@ -461,12 +454,17 @@ class Coverage(NamedTuple):
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}
         parameters = dict(draft.named_parameters()).keys()
         return cls(
-            modules=len(ran), tensors=len(seen), tokens=len(outcome.script.text), output="" in compared,
-            uncompared=sorted(ran - compared - with_holder), with_holder=sorted(with_holder),
+            modules=len(ran),
+            tensors=len(seen),
+            tokens=len(outcome.run.tokens),
+            output="" in compared,
+            uncompared=sorted(ran - compared - with_holder),
+            with_holder=sorted(with_holder),
             never_called=trace.facts["modules"]["never_called"],
             left_out=[f"{key.module or 'model'}:{key.role}:{key.name}" for key in left_out],
-            parameters=len(parameters), seen_at_use=len(parameters & read),
-        )  # fmt: skip
+            parameters=len(parameters),
+            seen_at_use=len(parameters & read),
+        )
 
     @property
     def complete(self) -> bool:

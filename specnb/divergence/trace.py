@@ -25,8 +25,20 @@ FORMAT = 7
 FACTS = "trace.json"
 TENSORS, PARAMS, ARRAYS = "tensors.parquet", "params.parquet", "arrays.safetensors"
 
-TENSOR_COLUMNS = ("step", "module", "kind", "call", "order", "role", "name", "shape", "dtype", "digest",
-                  "holder", "holder_call")  # fmt: skip
+TENSOR_COLUMNS = (
+    "step",
+    "module",
+    "kind",
+    "call",
+    "order",
+    "role",
+    "name",
+    "shape",
+    "dtype",
+    "digest",
+    "holder",
+    "holder_call",
+)
 """One row per captured tensor.
 
 `order` counts events of the run: a module's inputs come before its outputs, inner modules between
@@ -35,7 +47,7 @@ them. `holder` is the containing module, and `holder_call` its call; -1 if there
 
 PARAM_COLUMNS = ("step", "module", "call", "owner", "owner_path", "digest", "dtype")
 """One row per parameter that an operation read while a module ran."""
-OWN, NEIGHBOUR, UNKNOWN = "draft", "neighbour", "?"
+OWN, NEIGHBOR, UNKNOWN = "draft", "neighbour", "?"  # as in stored traces and notebooks
 """Owners of parameters: the two models of a set-up, and none of them."""
 
 
@@ -46,6 +58,9 @@ class Key(NamedTuple):
     call: int
     role: str
     name: str
+
+    def __str__(self) -> str:
+        return f"{self.module}:{self.role}:{self.name}" + (f"#{self.call}" if self.call else "")
 
 
 @dataclass(frozen=True)
@@ -122,23 +137,36 @@ TURNED_ALIKE = 3e-2
 """Largest difference between rotations: bfloat16 rounds four cosines and sines by up to 2**-9."""
 
 
-def find_turned(module: str, pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> list[Key]:
-    """Return a rotary module's outputs if two runs' angles differ by one rotation at all tokens.
+def find_offset(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> set[Key]:
+    """Return rotary outputs and position inputs if two runs differ by one offset of all positions.
 
-    Such a rotation is one offset of all positions. `pairs` has tensors `(tokens, …)` of the two
-    runs. Angles are cosines and sines, or both in one complex tensor.
+    The angles of rotary modules then differ by one rotation at all tokens. `pairs` has tensors
+    `(tokens, …)` of the two runs.
     """
-    keys = [key for name in ("out", "out.1") if (key := Key(module, 0, "out", name)) in pairs]
-    if len({angles.shape for key in keys for angles in pairs[key]}) != 1:
-        return []
-    runs = zip(*(pairs[key] for key in keys), strict=True)
+    given = {
+        key for key, (a, _) in pairs.items() if key.role == "in" and "position" in key.name and a.dtype.kind in "iu"
+    }
+    modules = {key.module for key in given}
+    angles = defaultdict(list)
+    for key in pairs:
+        if key.module in modules and key.role == "out" and key.name in ("out", "out.1"):
+            angles[key.module, key.call].append(key)
+    turned = {key for keys in angles.values() if _turned_alike([pairs[key] for key in keys]) for key in keys}
+    return turned | given if turned else set()
+
+
+def _turned_alike(outputs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
+    """Tell whether angles of two runs differ by one rotation: cosines and sines, or one complex tensor."""
+    if len({values.shape for pair in outputs for values in pair}) != 1:
+        return False
+    runs = zip(*outputs, strict=True)
     phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in runs]
     if not len(phases[0]) or not all(map(np.iscomplexobj, phases)):
-        return []
+        return False
     turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
     # Of length 1, too: longer cosines and sines would scale every product of a query and a key.
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
-    return keys if off < TURNED_ALIKE < np.abs(turn[:1] - 1).max() else []
+    return off < TURNED_ALIKE < np.abs(turn[:1] - 1).max()
 
 
 # --- a trace in the order of its text, whatever the steps -----------------------------------------
@@ -175,13 +203,17 @@ class Whole(NamedTuple):
 class Alignment:
     """A trace in the order of its text.
 
-    `firsts`: start positions of the steps, instead of those that the run assumed. `positions` (n,)
-    are in the state at the end; `last_step` (n,) is the step in which each was fed last; `tokens`
-    (n,).
+    `firsts`: start positions of the steps, instead of those that the run assumed. `text`: the tokens
+    in the state at the end, instead of those that the run was fed. `positions` (n,) are in the state
+    at the end; `last_step` (n,) is the step in which each was fed last; `tokens` (n,).
     """
 
     def __init__(
-        self, trace: ModuleTrace, rename: Mapping[str, str] | None = None, firsts: Sequence[int] | None = None
+        self,
+        trace: ModuleTrace,
+        rename: Mapping[str, str] | None = None,
+        firsts: Sequence[int] | None = None,
+        text: Sequence[int] | None = None,
     ) -> None:
         self.trace, self.rename = trace, rename or {}
         self.names = rename_all(trace.tensors["module"].unique(), self.rename)
@@ -192,6 +224,9 @@ class Alignment:
         state = _state(self.steps)
         self.positions = np.array([*state], np.int64)
         self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
+        if text is not None:  # without what was rolled back last
+            self.positions, self.last_step = self.positions[: len(text)], self.last_step[: len(text)]
+            self.tokens = np.array(text)
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:

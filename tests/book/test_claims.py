@@ -18,7 +18,7 @@ from specnb.book.explorer import tables as explorer
 from specnb.book.notebook import notebooks
 from specnb.book.publish import gallery
 from specnb.chapters import adaptive_k, league
-from specnb.divergence.lossless import SameInputDrafter
+from specnb.chapters.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.io import project_dir, read_json, read_toml
 from specnb.records import RunRecord

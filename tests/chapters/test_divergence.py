@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,7 @@ from specnb.book.claims import claims_of, read_fixed
 from specnb.chapters import divergence
 from specnb.params import DivergenceParams
 
-GALLERY = ["positional_registry", "kv_slot_swap", "rope_mismatch", "split_k"]
-PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=GALLERY)
+PARAMS = DivergenceParams(tokens=13, prompt_tokens=11, k=2, gallery=["kv_slot_swap", "split_k"])
 HOSTILE = "layers.0.<script>alert(1)</script>&amp;"
 
 
@@ -26,25 +24,7 @@ def wrong(study):
     return study.investigate()
 
 
-def test_the_table_shows_what_the_notes_saw_and_what_they_did_not(wrong):
-    table = divergence.case_table(wrong)
-    alone, itself, target, off = (table[column] for column in table)
-    assert int(alone["first draft token"]) == int(itself["first draft token"]) != int(target["first draft token"])
-    assert list(table.columns) == ["S0 alone", "S1 beside itself", "S3 beside the larger target", "difference"]
-    for row in ("key input mean", "key input std", "attention output mean", "attention output std", "MoE output std"):
-        assert alone[f"layer 0 {row}"] == itself[f"layer 0 {row}"]
-        same = alone[f"layer 0 {row}"] == target[f"layer 0 {row}"]
-        assert same == (off[f"layer 0 {row}"] == "0.0%") == (row != "MoE output std")
-    read = table.loc["layer 0 MoE weights, as read"]
-    assert read.iloc[0] == read.iloc[1] == table.loc["layer 0 MoE weights, as loaded"].iloc[0] != read.iloc[2]
-    assert table.loc["layer 0 MoE weights, owner of what is read"].tolist() == ["draft", "neighbour", "neighbour", "-"]
-
-
-def test_all_drafts_are_kept_beside_a_copy_and_none_beside_the_larger_target(study, wrong):
-    table = study.accept().set_index(["beside", "verified_by"])
-    rates = table["acceptance_rate"]
-    assert rates["a copy of itself", "a copy of itself"] == 1 and rates["the larger target", "a copy of itself"] < 0.1
-    assert study.record().measurements["acceptance"][0]["kept"] == table["kept"].iloc[0] > 0
+def test_a_hypothesis_is_open_without_the_set_up_that_decides_it(wrong):
     guesses = divergence.tabulate_hypotheses(wrong)
     assert set(guesses["for the plant"]) == {"ruled out"} and set(guesses["for the case"]) == {"unknown"}
     few = replace(wrong, outcomes={name: outcome for name, outcome in wrong.outcomes.items() if name != "S4"})
@@ -72,21 +52,14 @@ def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
 
 
 def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
-    stages = []
-    gallery = study.gallery(lambda *stage: stages.append(stage))
-    table, strips = gallery.table.set_index("fault"), gallery.strips
+    gallery = study.gallery()
+    table = gallery.table
     assert table["module_right"].all() and table["cause_right"].all()
-    assert table["verdict"].tolist() == ["DIVERGENT", "DIVERGENT", "DIVERGENT", "PRECISION_ONLY"]
-    assert table["cause"].tolist() == ["IDENTITY", "KV_SLOT", "POSITION", "PRECISION_ONLY"]
-    assert table["module"].tolist() == ["layers.0.mlp.experts", "layers.0.self_attn", "rotary_emb", "-"]
-    assert table["module"].equals(table["planted_module"]) and table["cause"].equals(table["planted_cause"])
-    assert table.loc["kv_slot_swap", "token"] == 5
-    assert stages == [(i, 4, name) for i, name in enumerate(PARAMS.gallery)]
+    assert table["verdict"].tolist() == ["DIVERGENT", "PRECISION_ONLY"]
+    assert table["module"].tolist() == table["planted_module"].tolist() == ["layers.0.self_attn", "-"]
     shapes = divergence.gallery_figure(gallery).layout.shapes
-    frames = {
-        (round(shape.y0 + 0.42), strips.columns[round(shape.x0 + 0.5)]) for shape in shapes if shape.type == "rect"
-    }
-    assert frames == {(0, "layers.0.mlp.experts"), (1, "layers.0.self_attn"), (2, "rotary_emb")}
+    (frame,) = (shape for shape in shapes if shape.type == "rect")
+    assert round(frame.y0 + 0.42) == 0 and gallery.strips.columns[round(frame.x0 + 0.5)] == "layers.0.self_attn"
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery
@@ -95,28 +68,25 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
 # --- figures --------------------------------------------------------------------------------------
 
 
-def shown(investigation, table):
-    """An investigation with another heat map."""
-    return SimpleNamespace(heat=lambda: table, first=None, outcome=investigation.outcome)
-
-
-def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong):
+def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong, monkeypatch):
+    whole = divergence.heat_of(wrong.outcome())
     figure = divergence.draw_heat(wrong)
     (drawn,), (frame,) = figure.data, figure.layout.shapes
-    table = wrong.heat().loc[list(drawn.y)]
-    rows = [[*wrong.heat().index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
-    assert [*table.index] == [*wrong.heat().index[rows]] and "12 of 50" in figure.layout.title.subtitle.text
+    table = whole.loc[list(drawn.y)]
+    rows = [[*whole.index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
+    assert [*table.index] == [*whole.index[rows]] and "12 of 50" in figure.layout.title.subtitle.text
     assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
     row = list(table.index).index(wrong.first.module)
     assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
     assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
     table.iloc[3, 2] = np.nan
-    assert np.isnan(divergence.draw_heat(shown(wrong, table)).data[0].z[3][2])
+    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
+    assert np.isnan(divergence.draw_heat(wrong).data[0].z[3][2])
 
 
-def test_names_are_text_and_never_markup(wrong):
+def test_names_are_text_and_never_markup(wrong, monkeypatch):
     """A figure obeys some tags even in its data."""
-    table = wrong.heat().rename({"layers.0.mlp.experts": HOSTILE})
-    heat = divergence.draw_heat(shown(wrong, table))
-    for figure in (heat, divergence.draw_strips(table.T.rename(str), title="", marks={})):
+    table = divergence.heat_of(wrong.outcome()).rename({"layers.0.mlp.experts": HOSTILE})
+    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
+    for figure in (divergence.draw_heat(wrong), divergence.draw_strips(table.T.rename(str), title="", marks={})):
         assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)

@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 
+from specnb.chapters.lossless import related, resampled_from_target
 from specnb.divergence.faults import FAULTS
-from specnb.divergence.lossless import related, resampled_from_target
 from specnb.divergence.sampling import STATISTICS
 from specnb.errors import InputError
 from specnb.lm import toy
@@ -157,19 +157,15 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
     assert code == 1 and out.startswith("wrong: token after a rejection")
 
 
-def test_foreign_texts_are_judged_by_source(specnb, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("output", "verdict", "code"), [([1, 2, 3], "identical", 0), ([1, 3, 4], "hard", 1)])
+def test_foreign_texts_are_judged(specnb, monkeypatch, tmp_path, output, verdict, code):
     monkeypatch.setattr("specnb.lm.load.load", lambda name: toy.cyclic(5))
-    rows = [
-        {"prompt": [0], "output": [1, 2, 3], "source": "plain"},
-        {"prompt": [0], "output": [1, 3, 4], "source": "drafted"},
-    ]
     file = tmp_path / "texts.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)))
-    code, out, _ = specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--json")
-    verdicts = {row["source"]: (row["verdict"], row["forks"], row["first"]) for row in json.loads(out)["sources"]}
-    assert code == 1 and verdicts == {"plain": ("identical", 0, ""), "drafted": ("hard", 1, "line 1 token 1")}
-    file.write_text(json.dumps(rows[0]))
-    assert specnb("divergence", "audit-text", str(file), "--target", "cyclic", "--other", "cyclic")[0] == 0
+    file.write_text(json.dumps({"prompt": [0], "output": output}))
+    words = "--target", "cyclic", "--other", "cyclic", "--json"
+    got, out, _ = specnb("divergence", "audit-text", str(file), *words)
+    (source,) = json.loads(out)["sources"]
+    assert (got, source["verdict"]) == (code, verdict)
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):

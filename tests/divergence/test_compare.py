@@ -105,13 +105,6 @@ def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
         assert comparison.coverage["compared"] == comparison.coverage["modules"]
 
 
-def test_two_faults_are_both_minimal(single):
-    comparison = compare_traces(single.traced(script=BLOCKS), single.traced("kv_slot_swap", "expert_scale"))
-    assert [(node.module, node.first_token) for node in comparison.minimal] == [(ATTENTION, 5), (EXPERTS, 0)]
-    document = json.loads(json.dumps(comparison.document(), allow_nan=False))
-    assert document["schema"] == 1 and document["first"]["module"] == ATTENTION and EXPERTS in document["line"]
-
-
 def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_the_holder(single):
     """Also where something else in the same holder is wrong: the reader was given another module's
     output."""
@@ -131,9 +124,12 @@ def test_floors_of_sound_runs_are_taken(single):
     candidate = single.traced(script=Script.blocks(TEXT, width=1))
     assert compare_traces(single.reference, candidate, sound=[candidate]).verdict == "SOUND"
     # a run that is said to be right as it is sets its own floor
-    scaled = single.traced("expert_scale_in_op")
-    assert compare_traces(single.reference, scaled).verdict == "DIVERGENT"
-    assert compare_traces(single.reference, scaled, sound=[scaled]).verdict == "PRECISION_ONLY"
+    scaled = single.traced("expert_scale_in_op", layer=3, eps=0.05)  # no other expert is chosen after it
+    comparison = compare_traces(single.reference, scaled)
+    assert comparison.verdict == "DIVERGENT" and "a scale" in comparison.likely
+    assert comparison.first.error == pytest.approx(0.05, rel=1e-3)
+    assert comparison.first.gain == pytest.approx(1.05, abs=1e-4)
+    assert compare_traces(single.reference, scaled, sound=[scaled]).verdict == "SOUND"
 
 
 def test_sound_runs_must_be_of_the_text_that_is_compared(single):
@@ -150,33 +146,26 @@ def test_sound_runs_must_be_of_the_text_that_is_compared(single):
 
 
 @contextmanager
-def rerouted(model, noise=2e-7, position=7):
-    """Router 0 whose logits are a rounding off, and which at one position takes its fifth expert
-    for its fourth."""
+def rerouted(model):
+    """Let router 0 take its fifth expert for its fourth at one position; its logits are rounded."""
 
     def other(out):
         logits, scores, chosen = out
         chosen, order = chosen.clone(), logits.argsort(-1, descending=True)
-        if len(chosen) > position:
-            free = [expert for expert in order[position] if expert not in chosen[position]]
-            chosen[position, 3] = free[0]
-        return logits * (1 + noise), scores, chosen
+        chosen[7, 3] = next(expert for expert in order[7] if expert not in chosen[7])
+        return logits * (1 + 2e-7), scores, chosen
 
     with hooked((part_of(model, "router", 0)[1], other)):
         yield
 
 
-@pytest.mark.parametrize("noise", [0.0, 2e-7])
-def test_another_choice_that_is_no_tie_is_found(single, noise):
+def test_another_choice_is_found_unless_it_is_a_tie_and_then_nothing_after_it_is_judged(single):
+    tied = small.copy_of(single.draft)
     clean = single.traced(script=PREFILL)
-    with rerouted(single.draft, noise):
-        comparison = compare_traces(clean, single.traced(script=PREFILL))
-    assert comparison.verdict == "DIVERGENT"
-    assert (comparison.first.module, comparison.first.first_token) == (ROUTER, 7)
-
-
-def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(single):
-    clean, tied = single.traced(script=PREFILL), small.copy_of(single.draft)
+    with rerouted(single.draft):
+        wrong = compare_traces(clean, single.traced(script=PREFILL))
+    assert wrong.verdict == "DIVERGENT"
+    assert (wrong.first.module, wrong.first.first_token) == (ROUTER, 7)
     digest = clean.rows(module=ROUTER, role="out", name="out")["digest"].iloc[0]
     fourth, fifth = np.argsort(-clean.arrays[digest][7])[3:5].tolist()
     router = part_of(tied, "router", 0)[1]
@@ -185,12 +174,12 @@ def test_what_is_behind_a_tie_is_judged_by_sound_runs_that_chose_otherwise(singl
     clean = single.traced(script=PREFILL, model=tied)
     with rerouted(tied):
         other = single.traced(script=PREFILL, model=tied)
-    with rerouted(tied, noise=-2e-7):
-        sound = single.traced(script=PREFILL, model=tied)
     unknown = compare_traces(clean, other)
     assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
-    excused = compare_traces(clean, other, sound=[sound])
-    assert excused.verdict == "PRECISION_ONLY" and "ties" in excused.reason
+    # A sound run is no floor after such a choice.
+    with FAULTS["expert_scale_in_op"](tied, layer=3):
+        scaled = single.traced(script=PREFILL, model=tied)
+    assert compare_traces(clean, scaled, sound=[other]).verdict == "DIVERGENT"
 
 
 def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
@@ -214,12 +203,6 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
 # --- texts, batches, names ------------------------------------------------------------------------
 
 
-def test_errors_are_exact(single):
-    scaled = compare_traces(single.reference, single.traced("expert_scale_in_op", eps=0.05))
-    assert scaled.first.error == pytest.approx(0.05, rel=1e-3) and scaled.first.gain == pytest.approx(1.05, abs=1e-4)
-    assert "a scale" in scaled.likely
-
-
 def test_foreign_parameters_are_named_where_inputs_agree(single):
     beside = single.traced("positional_registry", beside=single.target)
     comparison = compare_traces(single.reference, beside)
@@ -229,7 +212,6 @@ def test_foreign_parameters_are_named_where_inputs_agree(single):
     # beside itself the values agree, and yet the modules are not its own
     copied = compare_traces(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
-    assert copied.reads["same_values"].all() and not comparison.reads["same_values"].any()
     assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
 
 
@@ -267,7 +249,7 @@ NAN, AT_7 = math.nan, np.s_[:, 7, 3]
 
 @pytest.mark.parametrize(
     ("value", "other", "where"),
-    [(0.0, NAN, np.s_[:, 7]), (NAN, 0.0, np.s_[:, 7]), (0.0, NAN, AT_7), (NAN, 0.0, AT_7), (math.inf, NAN, AT_7)],
+    [(0.0, NAN, np.s_[:, 7]), (NAN, 0.0, AT_7), (math.inf, NAN, AT_7)],
 )
 def test_what_is_not_a_number_is_found_where_the_other_run_has_another_value(single, value, other, where):
     def traced(value):
@@ -294,18 +276,6 @@ def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
         comparison = compare_traces(sound, single.traced(script=PREFILL))
     assert [(node.module, node.first_token) for node in comparison.minimal] == [("layers.1.input_layernorm", 7)]
-
-
-@pytest.mark.parametrize("start", [15, 9])
-def test_positions_that_start_again_are_no_offset_of_all(single, start):
-    def again(out):
-        return tuple(torch.cat([angles[:, :start], angles[:, : len(TEXT) - start]], 1) for angles in out)
-
-    clean = single.traced(script=PREFILL)
-    with hooked((single.draft.model.rotary_emb, again)):
-        comparison = compare_traces(clean, single.traced(script=PREFILL))
-    assert comparison.verdict == "DIVERGENT"
-    assert (comparison.first.module, comparison.first.first_token) == ("rotary_emb", start)
 
 
 # --- what is told ---------------------------------------------------------------------------------

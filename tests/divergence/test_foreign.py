@@ -31,23 +31,25 @@ def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
 
 
 @pytest.mark.parametrize(
-    ("gap", "noise", "verdict", "code"),
-    [(0.2, 0.125, "near ties", 0), (0.3, 0.125, "hard", 1), (0.2, 0.8, "inconclusive", 125),
-     (0.2, 0.0, "inconclusive", 125), (3.0, 0.0, "hard", 1)],
-)  # fmt: skip
-def test_a_margin_is_held_against_noise_that_is_measured_without_the_text(gap, noise, verdict, code):
-    """Rows have a range of 5. Blocks move them by `noise`, the type's rounding by a tenth of the range at most."""
-    result = audited(near(gap, noise), (*PLAIN[:2], 3, *[1] * 4), PLAIN)
-    source = result.sources[0]
+    ("gap", "noise", "of_other", "verdict", "code"),
+    [
+        (0.2, 0.125, None, "near ties", 0),
+        (0.3, 0.125, None, "hard", 1),
+        (0.2, 0.8, None, "inconclusive", 125),
+        (0.2, 0.0, None, "inconclusive", 125),
+        (3.0, 0.0, None, "hard", 1),
+        (0.2, 0.0, 0.125, "near ties", 0),
+    ],
+)
+def test_a_margin_is_compared_with_noise_that_is_measured_without_the_text(gap, noise, of_other, verdict, code):
+    """Rows have a range of 5. Blocks move them by the noise of the target, or of another model."""
+    other = None if of_other is None else near(gap, of_other)
+    result = audited(near(gap, noise), (*PLAIN[:2], 3, *[1] * 4), PLAIN, other=other)
+    source, measured = result.sources[0], of_other or noise
     assert (source.verdict, source.forks, result.exit_code) == (verdict, 1, code)
     assert source.margin == pytest.approx(gap, rel=1e-3)
-    assert result.limit == (None if verdict == "inconclusive" or not noise else pytest.approx(2 * noise, rel=0.1))
-
-
-def test_the_noise_may_be_that_of_another_model_of_the_same_weights():
-    output = (*PLAIN[:2], 3, 1)
-    assert audited(near(0.2, 0.0), output).sources[0].verdict == "inconclusive"
-    assert audited(near(0.2, 0.0), output, other=near(0.2, 0.125)).sources[0].verdict == "near ties"
+    known = verdict != "inconclusive" and measured
+    assert result.limit == (pytest.approx(2 * measured, rel=0.1) if known else None)
 
 
 @pytest.mark.parametrize(("plain_forks", "verdict", "new"), [(0, "hard", 40), (1, "hard", 39), (38, "near ties", 2)])
@@ -87,28 +89,16 @@ def test_an_output_as_text_continues_its_prompt(before, after):
             audit_texts(target, [ForeignText(prompt="abc", output=output)])
 
 
-@pytest.mark.parametrize("twice", [False, True])
-def test_lines_without_ids_are_compared_with_the_control_of_their_prompt(twice, tmp_path):
+def test_lines_without_ids_are_compared_with_the_control_of_their_prompt(tmp_path):
     """Each text forks as its control does, so no fork is new."""
     forking = {"prompt": PROMPT, "output": (*PLAIN[:2], 3, 1)}
     other = {"prompt": (*PROMPT, 1), "output": (1,)}
-    lines = [{"source": s, "control": "plain" * (s != "plain")} | text
-             for text in [forking, other] * (1 + twice) for s in ("plain", "drafted")]  # fmt: skip
+    sources = {"source": "plain"}, {"source": "drafted", "control": "plain"}
+    lines = [source | text for text in (forking, other, forking, other) for source in sources]
     file = tmp_path / "texts.jsonl"
     file.write_text("\n".join(map(json.dumps, lines)))
     drafted = audit_texts(near(0.01, 0.125), read_texts(file)).sources[1]
-    assert (drafted.source, drafted.texts, drafted.new) == ("drafted", 2, 0) and drafted.forks >= 1 + twice
-
-
-def test_verdicts_are_by_source_and_the_worst_decides():
-    rows = [("plain", PLAIN), ("drafted", (*PLAIN[:2], 3)), ("plain", PLAIN)]
-    texts = [ForeignText(source=s, id=str(i), prompt=PROMPT, output=o) for i, (s, o) in enumerate(rows)]
-    result = audit_texts(near(3.0, 0.0), texts)
-    assert [(s.source, s.verdict, s.texts) for s in result.sources] == [
-        ("plain", "identical", 2),
-        ("drafted", "hard", 1),
-    ]
-    assert result.exit_code == 1
+    assert (drafted.source, drafted.texts, drafted.new) == ("drafted", 2, 0) and drafted.forks >= 2
 
 
 @pytest.mark.parametrize("line", ["", '{"prompt": "a"}', '{"prompt": [0], "output": {}}', "{"])
@@ -118,17 +108,10 @@ def test_a_file_without_texts_is_refused_with_its_line(line, tmp_path):
         read_texts(tmp_path / "texts.jsonl")
 
 
-@pytest.mark.parametrize(("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx")])
+@pytest.mark.parametrize(("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx"), ((99,), "99")])
 def test_what_cannot_be_judged_is_refused(output, says):
     with pytest.raises(InputError, match=says):
         audited(near(1.0, 0.0), output)
-    if not output:
-        assert audited(near(1.0, 0.0), output, PLAIN).sources[0].texts == 1
-
-
-def test_ids_that_the_target_does_not_have_are_refused_before_anything_is_fed():
-    with pytest.raises(InputError, match="99"):
-        audited(near(1.0, 0.0), PLAIN, (99,))
 
 
 def test_the_kept_texts_have_a_control_beside_each_way_of_drafting():

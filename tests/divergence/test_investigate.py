@@ -10,10 +10,9 @@ import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from specnb.divergence import investigate as module
 from specnb.divergence.causes import Cause, Sign
 from specnb.divergence.faults.planting import replace_forward, replaced
-from specnb.divergence.investigate import investigate, judge_service
+from specnb.divergence.investigate import investigate, judge_service, text
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.faults import FAULTS
@@ -41,14 +40,12 @@ def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
     assert found.nodes().empty and not found.causes
 
 
-def test_the_case_is_solved_in_one_call(lab, foreign):
-    assert foreign.verdict == "DIVERGENT" and foreign.exit_code == 1
-    assert (foreign.first.module, foreign.first.first_token, foreign.causes[0].name) == (BANK, 0, "IDENTITY")
+def test_the_case_is_solved_in_one_call(foreign):
     assert foreign.line.startswith(f"DIVERGENT: first at {BANK}, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY")
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
     assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
     read = json.loads(json.dumps(foreign.document(), allow_nan=False))
-    assert read["schema"] == 1 and read["exit_code"] == 1 and read["first"]["module"] == BANK
+    assert (read["schema"], read["exit_code"], read["first"]["module"]) == (1, 1, BANK)
     assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
 
 
@@ -199,18 +196,16 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_every_question_has_an_answer_and_coverage_is_among_them(lab, foreign):
-    fed = judge_service(lab, deploy=FAULTS["dummy_tokens"], setups=["S0"])
-    for found, same in ((foreign, "Yes"), (fed, "NO")):
-        answers = module.answers(found)
-        assert str(found.coverage) in answers["What was compared?"] and module.text(found).startswith(found.line)
-        assert answers["Same tokens in all runs?"].startswith(same)
-    assert "S6" in answers["What was not compared?"]
+def test_the_report_has_the_verdict_and_what_was_not_compared(foreign):
+    report = text(foreign)
+    assert report.startswith(foreign.line) and str(foreign.coverage) in report
+    few = replace(foreign, outcomes={name: foreign.outcomes[name] for name in ("S0", "S2")})
+    assert "set-ups not run: S0w, S1, S3, S4, S5, S6" in text(few)
 
 
 @pytest.mark.parametrize(
     ("best", "second", "known"),
-    [(0.1, -1.6, False), (1.3, -1.6, True), (2.0, 1.0, True), (6.0, 5.5, False), (-1.0, -1.5, False)],
+    [(0.1, -1.6, False), (1.3, -1.6, True), (2.0, 1.0, True), (6.0, 5.5, False)],
 )
 def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next(foreign, best, second, known):
     signs = (Sign(2, "it is wrong alone, too"),)

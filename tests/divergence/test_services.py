@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence.causes import gather
 from specnb.divergence.faults.planting import change_values, replace_forward, replaced
-from specnb.divergence.investigate import investigate, random_script, text
+from specnb.divergence.investigate import investigate, text
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import swapped
 
@@ -32,7 +32,7 @@ LLAMA4 = {
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAKERS = {
     "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "phi3": {}, "gemma2": {"head_dim": 8, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "gpt2": OLD,
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "gpt2": OLD,
     "gptj": OLD | {"rotary_dim": 8}, "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, "qwen3_moe": MOE | {"head_dim": 8},
     "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
@@ -81,11 +81,6 @@ def biased(draft, neighbour):
     return replace_forward(draft.lm_head, lambda run, *args: run(*args) + torch.arange(64) % 3)
 
 
-def chosen(n, path):
-    """A router that chooses another number of experts."""
-    return lambda draft, _: swapped(draft.model.get_submodule(path), "top_k", n)
-
-
 @contextmanager
 def counts_on_after_a_rejection(draft, neighbour):
     """Positions are one too far from the first rejection on."""
@@ -117,17 +112,13 @@ class Wrong(NamedTuple):
 WRONG = {
     "values copied": Wrong(lambda: made("qwen2"), of_neighbour(
         lambda d, n: change_values({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
-    "parameters handed out": Wrong(lambda: made("qwen2"), of_neighbour(
-        lambda d, n: swapped(down(d), "weight", down(n).weight)), "S0 S1 S2 S3", DOWN, "IDENTITY"),
     "tied head drawn": Wrong(tied, untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())), "S0",
                              "lm_head", "HEAD"),
     "tied head of a neighbour": Wrong(tied, of_neighbour(lambda d, n: untied(lambda _: head_of(n))(d, n)), "S0 S2 S3",
                                       "lm_head", "IDENTITY", lambda: tied(5)),
     "head biased": Wrong(tied, biased, "S0", "lm_head", "COMPUTATION"),
-    "one expert of two": Wrong(lambda: made("gpt_oss", num_experts_per_tok=2), chosen(1, "layers.1.mlp.router"), "S0",
-                               "layers.1.mlp.router", "ROUTING"),
-    "three experts of two": Wrong(lambda: made("mixtral", num_experts_per_tok=2), chosen(3, "layers.1.mlp.gate"), "S0",
-                                  "layers.1.mlp.gate", "ROUTING"),
+    "one expert of two": Wrong(lambda: made("gpt_oss", num_experts_per_tok=2), lambda d, _: swapped(
+        d.model.layers[1].mlp.router, "top_k", 1), "S0", "layers.1.mlp.router", "ROUTING"),
     "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: change_values(
         {d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}), "S0", "rotary_emb", "POSITION"),
     "longer angles": Wrong(lambda: made("qwen2"), lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
@@ -136,8 +127,6 @@ WRONG = {
                                   "POSITION"),
     "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: replace_forward(
         d.model.rotary_emb, lambda run, *args: run(*args).conj()), "S0", "rotary_emb", "POSITION"),
-    "a bias that is lost": Wrong(lambda: made("qwen2"), lambda d, _: change_values(
-        {d.model.layers[1].self_attn.k_proj.bias: torch.zeros(16)}), "S0 S1", "layers.1.self_attn.k_proj", "WEIGHTS"),
 }  # fmt: skip
 QUICK = ("values copied", "tied head drawn", "head biased", "one expert of two", "other frequencies")
 
@@ -148,26 +137,8 @@ def test_what_is_wrong_is_named_with_its_cause(name):
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
     assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
-    facts, _ = gather(found.lab, found.outcomes)
-    assert found.cause_known and (wrong.cause == "IDENTITY") == ("foreign read" in facts), found.line
-
-
-@slow
-@pytest.mark.parametrize("prompt", [2, 12])
-def test_as_many_tokens_as_heads_are_told_apart(prompt):
-    """Gemma normalises (sequences, heads, tokens, features), and nothing but other steps says which
-    axis is which."""
-    draft = made("gemma3_text")
-    norm, path = draft.model.layers[1].self_attn.k_norm, "layers.1.self_attn.k_norm"
-
-    def forgetful(original, x):
-        return original(x) * (torch.tensor([0.0, 1.0]).view(1, 2, 1, 1) if x.shape[2] == 2 else 1)
-
-    script = random_script(draft, prompt=prompt, tokens=22, k=1)  # in blocks of five the last has two
-    sound = investigate(draft, script=script, setups=["S0", "S0w"])
-    assert sound.verdict == "SOUND" and not any("k_norm" in one for one in sound.coverage.left_out), sound.line
-    found = investigate(draft, script=script, deploy=lambda *_: replace_forward(norm, forgetful), setups=["S0", "S0w"])
-    assert found.first.module == path, found.line
+    foreign = gather(found.lab, found.outcomes)["foreign read"]
+    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(foreign), found.line
 
 
 @slow
@@ -223,15 +194,7 @@ def autocast(draft, neighbour):
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("kind", "half"),
-    [
-        ("gpt_oss", loaded_in_half),
-        pytest.param("qwen3", loaded_in_half, marks=slow),
-        pytest.param("gpt_oss", autocast, marks=slow),
-        pytest.param("gemma2", autocast, marks=slow),
-    ],
-)
+@pytest.mark.parametrize(("kind", "half"), [("gpt_oss", loaded_in_half), pytest.param("gemma2", autocast, marks=slow)])
 def test_a_service_in_a_coarser_type_is_refused_with_what_to_do(kind, half):
     found = investigate(made(kind), deploy=half, setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and found.exit_code == 125, found.line
@@ -257,8 +220,6 @@ def test_weights_in_another_order_are_told_to_be_harmless():
 
     found = investigate(draft, deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)), setups=["S0"])
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
-    wrong = investigate(draft, deploy=rolled((mlp.down_proj, 0)), setups=["S0"])
-    assert wrong.verdict == "DIVERGENT" and not wrong.reason
     scaled = lambda draft, _: change_values({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
     in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
     assert in_half.verdict == "DIVERGENT" and not in_half.reason, "a third is no rounding of bfloat16"

@@ -155,9 +155,13 @@ class TraceBuilder:
 
 @contextmanager
 def capture(
-    model: Module, path: str | Path | None = None, *,
-    known: Mapping[str, Module] | None = None, at_use: bool = True, states: bool = False,
-) -> Iterator[TraceBuilder]:  # fmt: skip
+    model: Module,
+    path: str | Path | None = None,
+    *,
+    known: Mapping[str, Module] | None = None,
+    at_use: bool = True,
+    states: bool = False,
+) -> Iterator[TraceBuilder]:
     """Record the forward passes of `model` inside the block; the yielded builder has `trace()`.
 
     `path`: a folder to which the trace is saved when the block ends, even by an error. `known`:

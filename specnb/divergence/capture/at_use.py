@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specnb.divergence.capture.tensors import digest_tensor
-from specnb.divergence.trace import NEIGHBOUR, OWN, UNKNOWN, ModuleTrace
+from specnb.divergence.trace import NEIGHBOR, OWN, UNKNOWN, ModuleTrace
 
 TORCH = ("aten", "prim", "prims")
 """Namespaces of operations that read only their operands."""
@@ -123,18 +123,18 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *buffers])
 
 
-def relabel(trace: ModuleTrace, neighbour: Module | None, meant: Mapping[str, str]) -> None:
+def relabel(trace: ModuleTrace, neighbor: Module | None, loaded: Mapping[str, str]) -> None:
     """Attribute the draft's parameters with the neighbor's values to it, in `trace.params`.
 
-    `meant`: digests of the draft's parameters and buffers as loaded, by path.
+    `loaded`: digests of the draft's parameters and buffers as loaded, by path.
     """
     params = trace.params
-    changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *meant.values()])
-    if neighbour is None or not changed.any():
+    changed = (params["owner"] == OWN) & ~params["digest"].isin(["", *loaded.values()])
+    if neighbor is None or not changed.any():
         return
-    tensors = list_parameters(neighbour).items()
+    tensors = list_parameters(neighbor).items()
     # Constant tensors (zeros, ones) identify no owner.
     owners = {digest_tensor(tensor): path for path, tensor in tensors if len(tensor.unique()) > 1}
     copied = changed & params["digest"].isin(owners)
-    params.loc[copied, "owner"] = NEIGHBOUR
+    params.loc[copied, "owner"] = NEIGHBOR
     params.loc[copied, "owner_path"] = params["digest"].map(owners)

@@ -147,9 +147,9 @@ def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None
 def scale_experts(fault: PlantedFault, *, eps: float) -> Planting:
     """Multiply the output of one bank of experts by 1 + eps, in its parameters."""
     named_weights = fault.module.named_parameters(recurse=False)
-    return change_values({
-        weight: weight.detach() * (1 + eps) for name, weight in named_weights if name.startswith(OUTPUT_SIDE)
-    })  # fmt: skip
+    return change_values(
+        {weight: weight.detach() * (1 + eps) for name, weight in named_weights if name.startswith(OUTPUT_SIDE)}
+    )
 
 
 def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
@@ -224,10 +224,13 @@ def sum_in_parts(fault: PlantedFault) -> Planting:
     Only rounding changes, in one layer or in all of the model's.
     """
     numbered = ((layer_number(path), module) for path, module in find_modules(fault.draft))
-    return replace_forwards({
-        module: partial(_in_parts, module) for number, module in numbered
-        if isinstance(module, nn.Linear) and number is not None and fault.layer in (None, number)
-    })  # fmt: skip
+    return replace_forwards(
+        {
+            module: partial(_in_parts, module)
+            for number, module in numbered
+            if isinstance(module, nn.Linear) and number is not None and fault.layer in (None, number)
+        }
+    )
 
 
 def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
@@ -286,8 +289,8 @@ class RecordedFault:
         self._options = options
 
     @contextmanager
-    def __call__(self, draft: Module, neighbour: Module | None) -> Iterator[PlantedFault]:
-        with self.fault(draft, neighbour, **self._options) as planted:
+    def __call__(self, draft: Module, neighbor: Module | None) -> Iterator[PlantedFault]:
+        with self.fault(draft, neighbor, **self._options) as planted:
             self.entered.append(planted)
             yield planted
 

@@ -20,48 +20,21 @@ from specnb.divergence.errors import (
     GROWN,
     LARGE,
     ONE_FACTOR_OF_RUNS,
+    TENSOR,
     UNRELATED,
     UNRELATED_GAIN,
     Node,
-    gains,
     give_verdict,
+    locate,
     name_module,
+    nodes,
     one_factor,
 )
 from specnb.divergence.offline import walk
-from specnb.divergence.offline.walk import Difference, Drift, Fork, Plan, Residual, Tracked, counted_alike
-from specnb.divergence.trace import OWN, Alignment, Key, ModuleTrace, canonical_name, rename_all
+from specnb.divergence.offline.walk import Difference, Drift, Fork, Plan, counted_alike
+from specnb.divergence.trace import OWN, Alignment, ModuleTrace, canonical_name, rename_all
 from specnb.errors import InputError
 from specnb.io import plain
-
-
-def _coverage(difference: Difference) -> dict[str, Any]:
-    """Count what was compared, and list what was not: tensors as "module:role:name"."""
-    traces = difference.reference, difference.candidate
-    reference, candidate = (item.rows.keys() for item in traces)
-    names = {
-        "only_reference": reference - candidate, "only_candidate": candidate - reference,
-        "left_out": difference.left_out, "reshaped": difference.reshaped,
-    }  # fmt: skip
-    coverage = {
-        "modules": len({key.module for key in reference | candidate}),
-        "compared": len({key.module for key in difference.errors}),
-        "tensors": len(difference.errors), "equal": len(difference.equal), "tokens": len(difference.positions),
-        "sequences": 1, "parameters": not any(item.trace.params.empty for item in traces),
-    } | {
-        name: sorted(f"{key.module}:{key.role}:{key.name}" + (f"#{key.call}" if key.call else "") for key in keys)
-        for name, keys in names.items()
-    }  # fmt: skip
-    says = "{compared} of {modules} modules, {tensors} tensors ({equal} bit-identical) at {tokens} tokens"
-    parts = [
-        says.format(**coverage),
-        f"{len(reference ^ candidate)} tensors in one trace only",
-        f"{len(difference.left_out)} without a token axis",
-        f"{len(difference.reshaped)} of other shapes",
-    ]
-    if not coverage["parameters"]:
-        parts.append("parameters not compared (captured without at_use)")
-    return coverage | {"says": "; ".join(parts)}
 
 
 class Comparison(NamedTuple):
@@ -113,13 +86,20 @@ class Comparison(NamedTuple):
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as JSON values."""
-        return plain({
-            "schema": 1, "verdict": self.verdict, "line": self.line, "reason": self.reason, "likely": self.likely,
-            "first": self.first and self.first._asdict(), "minimal": [node._asdict() for node in self.minimal],
-            "drift": self.drift and self.drift._asdict(), "fork": self.fork and self.fork._asdict(),
-            "doubts": [],  # a field of schema 1, always empty now
-            "coverage": self.coverage, "reads": self.reads.to_dict("records"),
-        }, nan=None)  # fmt: skip
+        return plain(
+            self._asdict()
+            | {
+                "schema": 1,
+                "line": self.line,
+                "first": self.first and self.first._asdict(),
+                "minimal": [node._asdict() for node in self.minimal],
+                "drift": self.drift and self.drift._asdict(),
+                "fork": self.fork and self.fork._asdict(),
+                "doubts": [],  # a field of schema 1, always empty now
+                "reads": self.reads.to_dict("records"),
+            },
+            nan=None,
+        )
 
     def _where(self) -> str:
         node = self.minimal[0]
@@ -152,54 +132,80 @@ def compare_traces(
     Raises InputError for traces that cannot be compared (empty, or without a shared module), and
     for a sound run of another text or of fewer positions.
     """
+    # 1. Align both traces along their text.
     a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
     names, others = {*a.names.values()}, {*b.names.values()}
     if not names & others:
         seen = f"the reference has e.g. {max(names)!r}, the candidate {max(others)!r}"
         raise InputError(f"the traces share no module: {seen}; align the paths (--rename OLD=NEW)")
     b, drift = counted_alike(a, b)
+    # 2. Compare all tensors; sound runs show the rounding of all judged positions.
     difference = Difference(a, b)
     runs = [Difference(a, _aligned(trace, "sound", rename)) for trace in sound]
-    for run in runs:  # it must show the rounding of all judged positions
+    for run in runs:
         if len(missing := np.setdiff1d(difference.positions, run.positions)):
             raise InputError(f"a sound trace has no position {missing[0]}: give runs of the compared text")
-    floor, floor_after = walk.pair_floors(runs, {key: difference.limit(key) for key in difference.errors})
-    plan = Plan.of(a)
-    offset = walk.turned(difference, plan)
-    for key in offset:  # a tensor that differs by an offset only has a rounding error
-        difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
-    findings = walk.walk_traces(plan, difference, floor)
-    wrong = walk.list_wrong(difference, findings, floor)
-    residual = Residual() if wrong else walk.find_residual(difference, findings, floor, floor_after)
-    n_ties = sum(((part.error > 0) & ~part.wrong).sum() for part in findings.values() if part.choice)
+    # 3. Which tensors are wrong by themselves? Without any, how far do errors grow?
+    plan, floor = Plan.of(a), walk.floors(difference, runs)
+    offset = walk.excuse_offset(difference, plan)
+    beyond = walk.walk_traces(plan, difference, floor)
+    wrong = locate(beyond)
+    grown = beyond[~beyond["discrete"]] if wrong.empty else wrong[:0]
+    # 4. The verdict, and what the first error looks like.
     harmless = {
         "all positions are offset by one number, which RoPE does not see": offset,
-        f"{n_ties} choices are ties": n_ties,
-        "errors grow from module to module, and no module is wrong by itself": residual.grown,
+        "errors grow from module to module, and no module is wrong by itself": len(grown),
     }
     alike = "all compared tensors are bit-identical"
     within = "no error exceeds those of the sound runs" if runs else ""
     verdict, reason = give_verdict(
-        bool(wrong),
-        doubts=_doubts(difference, plan, residual, bool(runs)),
+        not wrong.empty,
+        doubts=_doubts(difference, plan, grown, bool(runs)),
         excuses=[says for says, holds in harmless.items() if holds],
         sound=alike if len(difference.equal) == len(difference.errors) else within,
         rest="no error exceeds rounding",
     )
     read = reads(a, b)
     foreign = read[read["says"] == "foreign"]
-    if len(foreign) and not wrong:
+    if len(foreign) and wrong.empty:
         reason += "; but {module} read {read}, a parameter of another model".format(**foreign.iloc[0])
     likely, fork = "", difference.fork
-    if wrong:
-        first = next(iter(wrong))
-        likely = _shape(difference, first, findings[first])
+    if len(wrong):
+        likely = _shape(next(iter(wrong.groupby(TENSOR, sort=False)))[1])
     elif fork is not None and fork.repeated:
         likely = f"from position {fork.position} on, the candidate is fed token {fork.candidate} only"
-    minimal = {}
-    for node in wrong.values():
-        minimal.setdefault(node.module, node)
-    return Comparison(verdict, reason, tuple(minimal.values()), likely, read, _coverage(difference), fork, drift)
+    minimal = nodes(wrong).drop_duplicates("module")[[*Node._fields]]
+    by_module = tuple(Node(*node) for node in minimal.itertuples(index=False))
+    return Comparison(verdict, reason, by_module, likely, read, _coverage(difference), fork, drift)
+
+
+def _coverage(difference: Difference) -> dict[str, Any]:
+    """Count what was compared, and list what was not: tensors as "module:role:name"."""
+    runs = difference.reference, difference.candidate
+    reference, candidate = (run.rows.keys() for run in runs)
+    counts = {
+        "modules": len({key.module for key in reference | candidate}),
+        "compared": len({key.module for key in difference.errors}),
+        "tensors": len(difference.errors),
+        "equal": len(difference.equal),
+        "tokens": len(difference.positions),
+        "sequences": 1,
+        "parameters": not any(run.trace.params.empty for run in runs),
+    }
+    lists = {
+        "only_reference": reference - candidate,
+        "only_candidate": candidate - reference,
+        "left_out": difference.left_out,
+        "reshaped": difference.reshaped,
+    }
+    says = (
+        "{compared} of {modules} modules, {tensors} tensors ({equal} bit-identical) at {tokens} tokens; "
+        f"{len(reference ^ candidate)} tensors in one trace only, {len(difference.left_out)} without a token axis, "
+        f"{len(difference.reshaped)} of other shapes"
+    ).format(**counts)
+    if not counts["parameters"]:
+        says += "; parameters not compared (captured without at_use)"
+    return counts | {name: sorted(map(str, keys)) for name, keys in lists.items()} | {"says": says}
 
 
 def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
@@ -213,10 +219,11 @@ def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) ->
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: bool) -> Iterator[str]:
+def _doubts(difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated: bool) -> Iterator[str]:
     """Yield why too little was compared for a verdict, or why unattributed errors may be a fault.
 
-    `calibrated`: the floors are from sound runs.
+    `grown`: errors beyond their floors, if no tensor is wrong. `calibrated`: the floors are from
+    sound runs.
     """
     if difference.fork is not None:
         before = "nothing before it is wrong" if len(difference.positions) else "nothing comes before it"
@@ -227,25 +234,28 @@ def _doubts(difference: Difference, plan: Plan, residual: Residual, calibrated: 
     seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
     if not seen or not final.isdisjoint(difference.reshaped):
         yield "the output of the model was not compared, or has another shape: capture the same, whole model"
-    if residual.choice is not None:
-        yield f"from position {residual.choice} on, another expert was chosen: give `sound` traces that choose it, too"
-    if residual.grown > GROWN or residual.error >= LARGE:
+    flipped = difference.positions[difference.n_alike :]
+    if grown["position"].isin(flipped).any():
+        yield f"from position {flipped[0]} on, another expert was chosen at a tie: what follows cannot be judged"
+    error, ratio = grown["error"].max(), grown["ratio"].max()
+    if ratio > GROWN or error >= LARGE:
         usual = "those of the sound runs" if calibrated else "rounding"
-        grown = f"errors grow to {residual.error:.2g}, {residual.grown:.2g} times {usual}"
-        yield f"{grown}, and no module is wrong by itself: give (more) `sound` traces (`… capture … --width 5`)"
+        yield (
+            f"errors grow to {error:.2g}, {ratio:.2g} times {usual}, and no module is wrong by itself: "
+            "give (more) `sound` traces (`… capture … --width 5`)"
+        )
 
 
 # --- what the first error looks like --------------------------------------------------------------
 
 
-def _shape(difference: Difference, key: Key, part: Tracked) -> str:
-    """Return a sentence about the wrong part of a tensor; "" if there is nothing to say."""
-    error = part.error[part.wrong]
+def _shape(rows: pd.DataFrame) -> str:
+    """Return a sentence about the wrong rows of a tensor; "" if there is nothing to say."""
+    error, gain = rows["error"].to_numpy(), rows["gain"].to_numpy()
     if np.isinf(error).any():
         return "NaN, infinities or zeros where the other run has none"
-    if key in difference.discrete:
+    if rows["discrete"].any():
         return "different integers"
-    gain = gains(*(values[part.wrong] for values in difference.pairs[key]))
     factor = one_factor(gain, error, ONE_FACTOR_OF_RUNS)
     if factor is not None:
         return f"{factor:.4g} times the expected value at every such token: a scale"

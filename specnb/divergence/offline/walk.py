@@ -5,19 +5,18 @@ the very tensor that another module computed, if the reference's digests say so;
 containing module's code computed it, from that module's input and from everything that ran in it
 before. Attention sees the past, so a position also inherits the errors of earlier positions.
 
-A different choice at a tie is legitimate, but outputs after it cannot be compared with the
-reference. A fault after it would go unnoticed, so errors after such a choice are compared with
-those of sound runs after theirs.
+A different choice of experts at a tie is legitimate, but what follows it cannot be compared.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
+import pandas as pd
 
-from specnb.divergence.errors import CARRIES, TIMES_FLOOR, Node, gains, margins, relative_l2, rounding
-from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_turned, index_of
+from specnb.divergence.errors import CARRIES, TENSOR, TIMES_FLOOR, expand_tokens, gains, margins, relative_l2, rounding
+from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_offset, index_of
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
@@ -65,14 +64,13 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
     A run that rolled back too much or too little goes on at wrong positions: the positions are
     wrong, not the places of its tokens in the text.
     """
-    both = reference.steps, candidate.steps
-    fed, fed_again = ([step["token_ids"] for step in steps] for steps in both)
-    if all(fed) and fed == fed_again:  # a model that is given embeddings has no ids
-        firsts, counted = ([step["first_position"] for step in steps] for steps in both)
-        for step, (first, count) in enumerate(zip(firsts, counted, strict=True)):
-            if first != count:
-                return Alignment(candidate.trace, candidate.rename, firsts), Drift(step, first, count)
-    return candidate, None
+    fed, fed_again = ([step["token_ids"] for step in run.steps] for run in (reference, candidate))
+    if not all(fed) or fed != fed_again:  # a model that is given embeddings has no ids
+        return candidate, None
+    firsts, counted = ([step["first_position"] for step in run.steps] for run in (reference, candidate))
+    differing = (Drift(step, *both) for step, both in enumerate(zip(firsts, counted, strict=True)) if len({*both}) > 1)
+    drift = next(differing, None)
+    return Alignment(candidate.trace, candidate.rename, firsts) if drift else candidate, drift
 
 
 # --- how far they are apart -----------------------------------------------------------------------
@@ -82,19 +80,18 @@ class Difference:
     """The errors of all tensors of two aligned traces.
 
     `errors[key]` (positions,): relative L2, or 1 if an integer differs; NaN where nothing was
-    compared. `pairs[key]`: both tensors `(positions, features)`. `equal`: tensors whose values are
-    all the same. `left_out`: no token axis, or shapes that differ between steps. `reshaped`: other
-    numbers of features. `flipped[key]` (positions,): positions from the first different integer
-    output on, such as chosen experts.
+    compared. `pairs[key]`: both tensors `(positions, features)`. `left_out`: no token axis, or
+    shapes that differ between steps. `reshaped`: other numbers of features. `n_alike`: the number of
+    positions before the first at which an integer output differs, such as chosen experts.
     """
 
     def __init__(self, reference: Alignment, candidate: Alignment) -> None:
         self.reference, self.candidate = reference, candidate
         self.positions, self.fork = compared_positions(reference, candidate)
-        self.errors, self.pairs, self.discrete, self.flipped = {}, {}, set(), {}
+        self.errors, self.pairs, self.discrete = {}, {}, set()
+        self.n_alike = len(self.positions)
         self.left_out, self.reshaped = [], []
         at, in_candidate = (index_of(run.positions, self.positions) for run in (reference, candidate))
-        flips = np.zeros(len(self.positions), bool)
         for key in reference.rows:
             if key not in candidate.rows:
                 continue
@@ -107,11 +104,11 @@ class Difference:
                 x, y = a.features[at], b.features[in_candidate]
                 error = (x != y).any(-1).astype(float) if a.discrete else relative_l2(x, y)
                 error[np.isin(at, a.gaps) | np.isin(in_candidate, b.gaps)] = np.nan
-                self.errors[key], self.pairs[key], self.flipped[key] = error, (x, y), flips
+                self.errors[key], self.pairs[key] = error, (x, y)
                 if a.discrete:
                     self.discrete.add(key)
-                    if key.role == "out":
-                        flips = flips | np.logical_or.accumulate(error > 0)
+                    if key.role == "out" and (error > 0).any():
+                        self.n_alike = min(self.n_alike, (error > 0).argmax())
 
     @property
     def equal(self) -> set[Key]:
@@ -123,21 +120,35 @@ class Difference:
         return rounding(name for run in runs for name in (run.whole[key].dtype, run.trace.facts["dtype"]))
 
 
+def floors(difference: Difference, sound: Iterable[Difference]) -> Floors:
+    """Return the largest error of each tensor in sound pairs, at least rounding.
+
+    Where a sound run chose other experts, it is as far off as a wrong one: positions from there on
+    do not count.
+    """
+    floor = {key: difference.limit(key) for key in difference.errors}
+    for pair in sound:
+        for key in floor.keys() & pair.errors.keys() - pair.discrete:
+            error = np.nan_to_num(pair.errors[key][: pair.n_alike], posinf=np.inf)
+            floor[key] = error.max(initial=floor[key])
+    return floor
+
+
 # --- the walk -------------------------------------------------------------------------------------
 
 
 class Event(NamedTuple):
     """Tensors seen at once: the inputs or the outputs of a call.
 
-    `holders` are the calls that contain it, the innermost first. `maker` is the module whose code
-    computed the tensors; what comes from outside is attributed to the module that received it.
+    `maker` is the module whose code computed them, in the call `scope`; what comes from outside is
+    attributed to the module that received it. `calls`: the calls in which the tensors were seen.
     """
 
-    call: Call
-    is_input: bool
     maker: str
+    scope: Call
+    calls: list[Call]
+    is_input: bool
     keys: list[Key]
-    holders: list[Call]
 
 
 class Plan(NamedTuple):
@@ -153,6 +164,7 @@ class Plan(NamedTuple):
         for key, rows in reference.rows.items():
             for row in rows:
                 steps[row.step][key] = row
+        # 1. The first row of each key, and the last earlier key with the same bits.
         first, same_as, with_bits = {}, {}, defaultdict(list)
         for step in sorted(steps.values(), key=len, reverse=True):
             start = min(row.order for row in step.values())
@@ -163,6 +175,7 @@ class Plan(NamedTuple):
                     if earlier:
                         same_as[key] = max(earlier, key=lambda item: first[item].order)
                     with_bits[row.digest].append(key)
+        # 2. The tensors of one event, and the calls that contain it.
         together = defaultdict(list)
         for key, row in first.items():
             together[row.order, key.role, key[:2]].append(key)
@@ -173,25 +186,10 @@ class Plan(NamedTuple):
             while holders[-1] != OUTSIDE:
                 holders.append(holder_of.get(holders[-1], OUTSIDE))
             is_input = role == "in"
-            maker, _ = holders[0] if is_input and holders[0] != OUTSIDE else call
-            events.append(Event(call, is_input, maker, keys, holders))
+            scope = holders[0] if is_input else call
+            maker, _ = call if scope == OUTSIDE else scope
+            events.append(Event(maker, scope, [*holders, call] if is_input else holders, is_input, keys))
         return cls(events, same_as)
-
-
-def pair_floors(sound: Sequence[Difference], least: Floors) -> tuple[Floors, Floors]:
-    """Return the largest error of each tensor in sound pairs: before and after a flip.
-
-    The errors are at least `least`. After a token with other experts (an earlier integer output
-    differs), a sound run is as far off as a wrong one. Its errors there are a floor only for
-    positions after such a token.
-    """
-    before, after = dict(least), dict(least)
-    for pair in sound:
-        for key in least.keys() & pair.errors.keys() - pair.discrete:
-            error = np.nan_to_num(pair.errors[key], posinf=np.inf)
-            after[key] = error.max(initial=after[key])
-            before[key] = error[~pair.flipped[key]].max(initial=before[key])
-    return before, after
 
 
 class Deviation(NamedTuple):
@@ -206,25 +204,12 @@ class Deviation(NamedTuple):
         return Deviation(error, self.beyond | np.logical_or.accumulate(other.beyond))
 
 
-class Tracked(NamedTuple):
-    """One tensor after the walk, each (positions,): where it is `wrong` by itself.
+def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFrame:
+    """Return one row per tensor and token whose error is beyond its floor, as `locate` reads them.
 
-    `choice`: integers chosen by scores; those that differ and are not wrong differ at a tie.
-    """
-
-    event: Event
-    error: np.ndarray
-    wrong: np.ndarray
-    beyond: np.ndarray
-    choice: bool
-
-
-def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> dict[Key, Tracked]:
-    """Return what was compared, by key, in the order of the run.
-
-    A tensor is `wrong` where its error is beyond its floor, the error of what it was computed from
-    is not, and it is no growth of that error. In runs that compute freely errors travel: by the
-    floor alone, every module after the first wrong one would be blamed.
+    It is `wrong` if the error of what it was computed from is not beyond the floor, and it is no
+    growth of that error. In runs that compute freely errors travel: by the floor alone, every
+    module after the first wrong one would be blamed.
     """
     # 1. The error of each tensor, and where it is beyond its floor.
     deviations = {}
@@ -234,26 +219,31 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> dict[Key, 
     # 2. In the order of the run: which errors do not come from what the tensor was computed from?
     nothing = Deviation(np.zeros(len(difference.positions)), np.zeros(len(difference.positions), bool))
     inside = defaultdict(lambda: nothing)  # by call: the errors of what was seen in it so far
-    findings = {}
-    for event in plan.events:
-        scope = inside[event.holders[0] if event.is_input else event.call]
+    tensors = []
+    for order, event in enumerate(plan.events):
+        scope = inside[event.scope]
         compared = [key for key in event.keys if key in deviations]
         for key in compared:
             # An input is the very tensor that another module computed, if the digests say so.
             source = plan.same_as.get(key) if event.is_input else None
-            origin = deviations.get(source, scope)
-            wrong = _wrong_by_itself(deviations[key], origin, scope)
+            wrong = _wrong_by_itself(deviations[key], deviations.get(source, scope), scope)
             scores = _scores_of(key, event, difference)
             if scores is not None and wrong.any():
                 rows = (values[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
                 wrong[wrong] = margins(*rows) > TIMES_FLOOR * floor[scores]
             error, beyond = deviations[key]
-            findings[key] = Tracked(event, error, wrong, beyond, scores is not None)
-        calls = [*event.holders, event.call] if event.is_input else event.holders
-        for call in calls:
+            if beyond.any():
+                labels = order, event.maker, *key, key in difference.discrete
+                gain = gains(*(values[beyond] for values in difference.pairs[key]))
+                tensors.append((*labels, difference.positions[beyond], error[beyond], gain, wrong[beyond]))
+        for call in event.calls:
             for key in compared:
                 inside[call] = inside[call].join(deviations[key])
-    return findings
+    table = expand_tokens(tensors, wrong=bool)
+    candidate = difference.candidate
+    feeds = candidate.last_step[index_of(candidate.positions, table["position"].to_numpy())]
+    floor_of = [floor[Key(*key)] for key in table[TENSOR].itertuples(index=False)]
+    return table.assign(floor=floor_of, ratio=table["error"] / floor_of, feed=feeds)
 
 
 def _wrong_by_itself(deviation: Deviation, origin: Deviation, scope: Deviation) -> np.ndarray:
@@ -275,64 +265,15 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
     return max(wider, key=features.__getitem__, default=None)
 
 
-def list_wrong(difference: Difference, findings: Mapping[Key, Tracked], floor: Floors) -> dict[Key, Node]:
-    """Return the tensors that are wrong by themselves, earliest first."""
-    nodes, run = {}, difference.candidate
-    for key, part in findings.items():
-        if part.wrong.any():
-            tokens, errors = difference.positions[part.wrong], part.error[part.wrong]
-            gain = gains(*(values[part.wrong] for values in difference.pairs[key]))[errors.argmax()]
-            sizes = errors.max(), floor[key], errors.max() / floor[key], gain
-            where = part.event.maker, key.role, key.name, key.module, tokens[0], tokens[-1], len(tokens)
-            nodes[key] = Node(*where, *sizes)
-    feeds = dict(zip(run.positions, run.last_step, strict=True))
-    return dict(sorted(nodes.items(), key=lambda item: feeds[item[1].first_token]))
+def excuse_offset(difference: Difference, plan: Plan) -> bool:
+    """Give tensors that differ only by one offset of all positions, and their copies, rounding's error.
 
-
-# --- differences that are no fault ----------------------------------------------------------------
-
-
-def turned(difference: Difference, plan: Plan) -> set[Key]:
-    """Return the tensors that differ only by one offset of all positions, and their copies.
-
-    Attention sees only differences of positions.
+    Attention sees only differences of positions. Returns whether there are any.
     """
-    given = {key for key in difference.discrete if key.role == "in" and "position" in key.name}
-    modules = {key.module for key in given}
-    angles = {key for module in modules for key in find_turned(module, difference.pairs)}
-    if angles:
-        angles |= given
-        for key, source in plan.same_as.items():
-            if source in angles:
-                angles.add(key)
-    return angles & difference.errors.keys()
-
-
-class Residual(NamedTuple):
-    """Errors above TIMES_FLOOR floors before any flip: the largest, and relative to its floor.
-
-    `choice`: the first flipped position, if there is such an error after it.
-    """
-
-    error: float = 0.0
-    grown: float = 0.0
-    choice: int | None = None
-
-
-def find_residual(
-    difference: Difference,
-    findings: Mapping[Key, Tracked],
-    floor: Floors,
-    floor_after: Floors,
-) -> Residual:
-    """Sum up the findings, in the order of the run. Integers count only as choices."""
-    error, grown = 0.0, 0.0
-    for key, part in findings.items():
-        if key not in difference.discrete:
-            flips = difference.flipped[key]
-            cells = part.error > TIMES_FLOOR * np.where(flips, floor_after[key], floor[key])
-            if (cells & flips).any():
-                return Residual(error, grown, difference.positions[flips][0])
-            worst = part.error[cells].max(initial=0)
-            error, grown = max(error, worst), max(grown, worst / floor[key])
-    return Residual(error, grown)
+    offset = find_offset(difference.pairs)
+    for key, source in plan.same_as.items():
+        if source in offset and key in difference.errors:
+            offset.add(key)
+    for key in offset:
+        difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
+    return bool(offset)

@@ -89,7 +89,7 @@ def _batch(subject: Subject) -> Ran:
     with capture(draft, states=True) as builder:
         feed_script(_Rows(draft), lab.script)
     aligned = lab.script.align(_first_row(builder.trace()))
-    wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, lab.script.last_feeds))
+    wrong = locate(judge_errors(local_errors(lab.reference, aligned), lab.floor, aligned.last_step))
     return Ran(_told(wrong), aligned, lab)
 
 

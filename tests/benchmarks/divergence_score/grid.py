@@ -146,7 +146,7 @@ def lab_row(found: Investigation) -> dict[str, Any]:
 def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:
     """Yield one row per tool and sound run: what the tool names in the lab's run."""
     for against, sound in zip(SHAPES, lab.sound, strict=True):
-        table: pd.DataFrame = differences(run, sound, lab.script.last_feeds, lab.dtype)
+        table: pd.DataFrame = differences(run, sound, lab.dtype)
         for tool in RULES:
             named = pointed(tool, table)
             yield {"tool": tool, "against": against, "structural": bool(named)} | named

@@ -3,33 +3,28 @@
 One row is one tool on one run, so that every share can be checked against its runs.
 """
 
-from typing import Any
-
 import pandas as pd
-import pyarrow as pa
 
 from specnb.measure.triage import Share
 
 NOTHING = "-"
 """Stands for no module; the model itself is the empty path."""
-SCHEMA = pa.schema(
-    {
-        **dict.fromkeys(("kind", "name"), pa.string()), "layer": pa.int64(), "dtype": pa.string(), "seed": pa.int64(),
-        **dict.fromkeys(("tool", "against", "verdict"), pa.string()), "structural": pa.bool_(),
-        **dict.fromkeys(("module", "expected"), pa.string()), "position": pa.int64(),
-        **dict.fromkeys(("token", "exact"), pa.bool_()), **dict.fromkeys(("cause", "expected_cause"), pa.string()),
-        "rank": pa.int64(), "seconds": pa.float64(),
-    }
-)  # fmt: skip
+COLUMNS = [
+    "kind", "name", "layer", "dtype", "seed", "tool", "against", "verdict", "structural", "module", "expected",
+    "position", "token", "exact", "cause", "expected_cause", "rank", "seconds",
+]  # fmt: skip
 """`kind`: fault or control. `layer` -1: none. `tool` and what it compared `against`. `structural`:
 it named a module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`:
 a position that the fault makes wrong, `exact`: the first of them. `rank`: place of the right cause
 (0: not ranked)."""
 
 
-def table(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """Return rows as a table with the columns and types of SCHEMA."""
-    return pa.Table.from_pylist(rows, schema=SCHEMA).to_pandas()
+def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
+    """Return the runs of `rows` in which a tool named something else than in `stored`, with both."""
+    run, named = ["kind", "name", "layer", "dtype", "seed"], ["verdict", "module", "position", "cause", "rank"]
+    now, before = (table[table["tool"] == tool].set_index(run)[named] for table in (rows, stored))
+    both = now.join(before, rsuffix=" before", how="left")
+    return both[(now != before.reindex(now.index)).any(axis=1)]
 
 
 def right(rows: pd.DataFrame) -> pd.Series:

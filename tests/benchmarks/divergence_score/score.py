@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Score:
-    """`rows` with the columns of `rows.SCHEMA`; `facts`: what ran, and the provenance."""
+    """`rows` with `rows.COLUMNS`; `facts`: what ran, and the provenance."""
 
     rows: pd.DataFrame
     facts: dict[str, Any]
@@ -138,4 +138,4 @@ def measured(part: Part, note: Callable[[str], None] = lambda _: None) -> pd.Dat
     for name in CONTROLS if part.controls else ():
         note(name)
         collected += controlled(subject, name)
-    return rows.table(collected)
+    return pd.DataFrame(collected, columns=rows.COLUMNS)

@@ -29,11 +29,10 @@ COSINES = (0.99, 0.999)
 """The threshold of msprobe, and a tighter one."""
 
 
-def differences(run: Alignment, sound: Alignment, last_feeds: np.ndarray, dtype: str) -> pd.DataFrame:
+def differences(run: Alignment, sound: Alignment, dtype: str) -> pd.DataFrame:
     """One row for each forward and output that both runs have, first in time first.
 
-    `last_feeds` (tokens,): the forward in which the suspected run computed each position. Columns:
-    feed, module, `moved` (distance of the means, in standard deviations), `spread` (relative
+    Columns: feed, module, `moved` (distance of the means, in standard deviations), `spread` (relative
     distance of the standard deviations), `cosine`, and `close x0`, `close x1`, …: the first
     position that is not close by so many tolerances, -1: all are.
     """
@@ -43,8 +42,8 @@ def differences(run: Alignment, sound: Alignment, last_feeds: np.ndarray, dtype:
         fed = key.module == "" and key.role == "in"
         if not (key.role == "out" or fed) or ours is None or ours.shape != theirs.shape:
             continue
-        for feed in np.unique(last_feeds):
-            positions = np.flatnonzero(last_feeds == feed)
+        for feed in np.unique(run.last_step):
+            positions = np.flatnonzero(run.last_step == feed)
             measured = _measured(ours[positions].astype(float), theirs[positions].astype(float), positions, dtype)
             rows.append((feed, order, key.module, *measured))
     columns = ["feed", "order", "module", "moved", "spread", "cosine", *(f"close x{n}" for n in (0, *LOOSER))]
