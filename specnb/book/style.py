@@ -60,7 +60,8 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
     look = STYLE["figures"][name]
     figure.update_xaxes(look.get("x")).update_yaxes(look.get("y"))
     for line in look.get("lines", ()):
-        figure.add_hline(**line) if "y" in line else figure.add_vline(**line)
+        add = figure.add_hline if "y" in line else figure.add_vline
+        add(**line, line=STYLE["line"])
     return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
 
 

@@ -21,7 +21,7 @@ from specnb.lm import toy
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Trace
 from tests.book.test_explorer import PROMPTS, recorded
-from tests.browser.test_page import compare, move, position, require_shown, text
+from tests.browser.test_page import move, position, require_shown, text
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 
@@ -48,7 +48,6 @@ trace = Trace.load(Path("trace.parquet"))
 c = {r.drafter: 0.2 for r in trace.recordings}
 Explorer(stored("smollm2-135m")._replace(trace=trace, curve=Cost.straight("line", 1.4).curve, c=c), run_live=run_live)
 """
-COLOUR = "getComputedStyle(document.body).color"
 COLD_MS = 120_000
 """A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
 
@@ -114,12 +113,6 @@ def test_the_explorer_in_jupyterlab(home, page):
 
         until(page, prompt_after_run_all, lambda text: text != "[ ]:", limit_s=60)
         use(page, home)
-        frame = page.frames[1]
-        light = frame.evaluate(COLOUR)
-        page.get_by_role("menuitem", name="Settings", exact=True).click()
-        for item in ("Theme", "JupyterLab Dark"):
-            page.locator(".lm-Menu-itemLabel").get_by_text(item, exact=True).click()
-        until(page, lambda: frame.evaluate(COLOUR), lambda colour: colour != light)
 
 
 def until(page, read, wanted, limit_s: float = 15):
@@ -151,8 +144,7 @@ def use(page, home) -> None:
     shows("9")
 
     trace, curve = Trace.load(home / "shelf" / "trace.parquet"), Cost.straight("line", 1.4).curve
-    tables, c = Tables(trace), {recording.drafter: 0.2 for recording in trace.recordings}
-    compare(frame, trace, curve, c)
+    tables = Tables(trace)
     machine, drafter = Cost(curve, 0.2, name=THIS_MACHINE), tables.drafters[-1]
     for t, top_p in tables.samplings:
         place = position(frame, t, top_p)
