@@ -81,21 +81,22 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
 
-def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path):
-    """A folder that is there is left alone."""
-    file = tmp_path / "ids"
-    for words, ids, value in (
-        (["--tokens", file, "--prompt", "x"], "1 2", "--prompt"), (["--width", "5"], "", "--width 5"),
-        (["--out", tmp_path], "", "--out"),
-        (["--max-new-tokens", "49"], "", "64 and 1 more"),
-        (["--tokens", file], "", "feed"), (["--tokens", file], "1 2\n3 x4", "line 2"),
-        (["--tokens", file], "1 99", "99"),
-    ):  # fmt: skip
-        file.write_text(ids)
-        words = ["--out", str(tmp_path / "out"), *map(str, words)]
-        code, out, err = specnb("divergence", "capture", tiny, *words)
-        assert code == 2 and out == "" and len(errors(err)) == 1 and len(errors(err)[0]) < 500, err
-        assert value in errors(err)[0] and [path.name for path in tmp_path.iterdir()] == ["ids"]
+@pytest.mark.parametrize(("words", "ids", "value"), [
+    (["--tokens", "ids", "--prompt", "x"], "1 2", "--prompt"),
+    (["--width", "5"], "", "--width 5"),
+    (["--out", "."], "", "--out"),
+    (["--max-new-tokens", "49"], "", "64 and 1 more"),
+    (["--tokens", "ids"], "", "feed"),
+    (["--tokens", "ids"], "1 2\n3 x4", "line 2"),
+    (["--tokens", "ids"], "1 99", "99"),
+])  # fmt: skip
+def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path, monkeypatch, words, ids, value):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids").write_text(ids)
+    code, out, err = specnb("divergence", "capture", tiny, "--out", "out", *words)
+    (line,) = errors(err)
+    assert code == 2 and out == "" and value in line and len(line) < 500
+    assert [path.name for path in tmp_path.iterdir()] == ["ids"]
 
 
 # --- compare --------------------------------------------------------------------------------------
