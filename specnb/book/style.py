@@ -62,7 +62,8 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
     for line in look.get("lines", ()):
         add = figure.add_hline if "y" in line else figure.add_vline
         add(**line, line=STYLE["line"])
-    return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
+    figure.update_layout(template=template(), legend_title_text="")
+    return figure.update_layout(look.get("layout", {}) | layout)
 
 
 def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> go.Figure:
@@ -73,7 +74,7 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
     figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars)
     figure.update_traces(marker_size=11)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
-    return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
+    return figure.update_layout(scattermode="group", scattergap=0.3)
 
 
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:

@@ -51,7 +51,7 @@ MOVED = {
 
 def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
+    sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a text
     try:
         for n in (1, 2):
             if (old := " ".join(sys.argv[1 : 1 + n])) in MOVED:
@@ -65,7 +65,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def options(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options before a command."""
     if version:
         print(f"specnb {__version__}")
         raise Exit
@@ -153,7 +153,7 @@ def generate(
 
 @app.command(rich_help_panel=START)
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer: one page, on the shipped trace or a run's."""
+    """Open the explorer, a page, on the shipped trace or that of a run."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 
@@ -294,7 +294,7 @@ def compat(models: list[str], as_json: Json = False) -> None:
         print_result(as_json, rows, table_of("every pair", rows, columns))
         return
     report = check(*described)
-    words = {True: "accepts", False: "refuses", None: "cannot be told"}
+    words = {True: "accepts", False: "refuses", None: "unknown"}
     opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
     print_result(
         as_json,
@@ -314,9 +314,9 @@ def models(
 ) -> None:
     """List models, their roles, and which can draft for which.
 
-    All of the zoo, of the checkout, of those described by published facts, and yours in PLACES. A role needs a listed
-    partner with the same ids, and sizes with which the pair can win; `--pairs` says which and why, of the models at
-    hand or of those in PLACES: the answer to "I have 30 files, which one?".
+    Lists the zoo, the models of the checkout, those known by published facts, and the files in PLACES. A model has a
+    role if a listed partner has the same ids, and the pair can win by its sizes. `--pairs` shows the pairs and the
+    reasons, of local models or of those in PLACES.
     """
     if fetch:
         from specnb.lm.files import zoo_file
@@ -336,7 +336,7 @@ def models(
         size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
         rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
     columns = ["name", "roles", "present", "licence", "size", "source"]
-    print_result(as_json, document, table_of("models; `specnb models --pairs` says who drafts for whom", rows, columns))
+    print_result(as_json, document, table_of("models; `specnb models --pairs` shows which can draft for which", rows, columns))
 
 
 def _list_pairs(places: list[str] | None, as_json: bool) -> None:
@@ -352,7 +352,7 @@ def _list_pairs(places: list[str] | None, as_json: bool) -> None:
         "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
     )
     print_result(
-        as_json, show.records_of(table), *parts, note if parts else "no model of these can draft for another one"
+        as_json, show.records_of(table), *parts, note if parts else "none of these models can draft for another"
     )
 
 

@@ -1,10 +1,8 @@
 """Verdicts follow from data, and flip with them."""
 
 import ast
-import json
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -16,7 +14,6 @@ from specnb.book import claims, tables
 from specnb.book.claims import VERDICTS, Claim, Estimate, claims_of, judge_claims
 from specnb.book.explorer import tables as explorer
 from specnb.book.notebook import notebooks
-from specnb.book.publish import gallery
 from specnb.chapters import adaptive_k, league
 from specnb.divergence.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
@@ -94,22 +91,6 @@ def test_the_stored_record_gives_the_stored_verdicts(notebook, monkeypatch, tmp_
     assert read_json(beside)["measurements"]["claims"]["rows"] == rows
 
 
-@pytest.mark.parametrize(
-    ("n", "gain", "verdict"), [(6, 30, "reproduced"), (6, -9, "reproduced"), (6, 0, "undecided"), (4, 30, "undecided")]
-)
-def test_acceptance_by_turn_is_paired_by_conversation(n, gain, verdict):
-    turns = [
-        {"prompt_id": f"{talk}", "turn": turn, "drafted": 100, "accepted": 30 + talk + (gain + 5 * (-1) ** talk) * turn}
-        for talk in range(n)
-        for turn in (0, 1)
-    ]
-    values = claims.values_of(record_of("01_k_sweep", turns=turns))
-    (claim,) = (claim for claim in claims_of("01_k_sweep") if claim.value == "change")
-    assert claim.judge(values)["verdict"] == verdict
-    assert values["change"].value == pytest.approx(np.mean([gain + 5 * (-1) ** talk for talk in range(n)]) / 100)
-    assert claims.values_of(record_of("01_k_sweep", turns=[]))["change"].n == 0
-
-
 @pytest.mark.parametrize("expression", ["x.__class__.__mro__", "x.nothing + 1", "nothing + 1"])
 def test_expressions_reach_no_private_attribute_and_no_unknown_name(expression):
     with pytest.raises((SecurityError, UndefinedError)):
@@ -159,19 +140,6 @@ def test_no_stored_check_of_a_notebook_holds_false_and_no_cell_a_verdict(path):
     if path.stem in CLAIMS:
         (output,) = cells[-1]["outputs"]
         assert "".join(output["data"]["text/markdown"]).count("\n| ") >= len(CLAIMS[path.stem])
-
-
-def test_the_gallery_reads_verdicts_from_records_and_says_where_there_are_none(tmp_path):
-    folder = project_dir() / "figures"
-    sidecar = read_json(folder / "01_turns.json")
-    record = record_of("01_k_sweep", claims=None).model_dump(mode="json")
-    for document, name in ((sidecar, "01_turns.json"), (record, "records/01.json")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(document))
-    row = {"claim": "10x", "source": "it", "verdict": "explained", "note": "", "evidence": "b"}
-    record["measurements"]["claims"] = {"schema_version": 1, "rows": [row]}
-    (tmp_path / "records/01.json").write_text(json.dumps(record))
-    assert "| 10x | it | **explained** | b |" in gallery(tmp_path)
 
 
 def test_an_estimate_of_few_prompts_has_no_interval():

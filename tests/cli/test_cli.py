@@ -23,7 +23,6 @@ from specnb.measure import experiment
 from tests.conftest import errors
 
 HELP = "--help", "--help-all"
-PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
 
 def is_mistake(result, *parts):
@@ -112,13 +111,11 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
 
 
-def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models, idle):
+def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models):
     words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "10"]
-    for more in ([], ["--baseline"]):
-        code, out, _ = specnb(*words, *more)
-        assert code == 0 and out.count(" times as fast") == 1 and "tokens_per_s" not in out.replace(" ", "_")
-        assert ("fastest" in out) == bool(more) and "7 of 7" in out
-        assert "tokens_per_s" in specnb(*words, *more, "-v")[1].replace(" ", "_")
+    out = specnb(*words)[1]
+    assert out.count(" times as fast") == 1 and "7 of 7" in out and "tokens per s" not in out
+    assert "tokens per s" in specnb(*words, "-v")[1].replace("_", " ")
 
 
 @pytest.fixture
@@ -235,14 +232,16 @@ def runs(monkeypatch, tmp_path):
     return noted
 
 
-def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs):
-    for words, params in (
-        (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
-        (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
-        (["-p", "seed", "-1"], {"seed": -1}), (["-p", "target", ""], {"target": ""}), ([], {}),
-    ):  # fmt: skip
-        for line in (["01_a", *words], [*words, "01_a"]):
-            assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
+@pytest.mark.parametrize(("words", "params"), [
+    (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
+    (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
+    (["-p", "seed", "-1"], {"seed": -1}),
+    (["-p", "target", ""], {"target": ""}),
+    ([], {}),
+])  # fmt: skip
+def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs, words, params):
+    for line in (["01_a", *words], [*words, "01_a"]):
+        assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
 def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs):
@@ -252,13 +251,10 @@ def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs
     assert runs == [] and specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
 
 
-def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs, monkeypatch):
-    busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
-    monkeypatch.setattr(doctor, "check_load", lambda: busy)
+def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs, idle):
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
-    warning, *others = err.splitlines()
-    assert "1.9 of 2" in warning and others == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
+    assert err.splitlines() == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
 
 
 def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
@@ -353,12 +349,3 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
     words = ("bench", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
     is_mistake(specnb(*words), "heads_checkpoint")
-
-
-@pytest.mark.model
-def test_the_main_promise_in_a_real_process():
-    words = ["--target", "smollm2-135m", "--drafter", "lookup", "--k", "8", "--baseline", "--max-new-tokens", "24"]
-    words = ["generate", *words, "--prompt", "one two three one two three one two", "--json"]
-    document = json.loads(subprocess.check_output([*PROCESS, *words]))
-    assert len(document["generation"]["token_ids"]) > 0
-    assert document["summary"]["identical"] or document["summary"]["fork"]["near_tie"]

@@ -1,6 +1,5 @@
 """The store: records are loaded exactly as saved, replaced in one step, and can be queried."""
 
-import itertools
 import json
 import math
 import re
@@ -127,10 +126,14 @@ def test_a_failed_run_replaces_a_failed_one_and_never_a_completed_one(rich, tmp_
     assert store.load_record(folder / store.FAILED) == again
 
 
-def test_invalid_names_and_values_that_json_does_not_support_are_refused_before_writing(tmp_path):
-    for field, name in itertools.product(("run_id", "experiment"), ("", "..", "a/b", ".hidden", "a" * 129, "a\n")):
-        with pytest.raises(InputError, match=re.escape(repr(name))):
-            store.save(record_of(**{field: name}), tmp_path)
+@pytest.mark.parametrize("field", ["run_id", "experiment"])
+@pytest.mark.parametrize("name", ["", "..", "a/b", ".hidden", "a" * 129, "a\n"])
+def test_an_invalid_folder_name_is_refused(tmp_path, field, name):
+    with pytest.raises(InputError, match=re.escape(repr(name))):
+        store.save(record_of(**{field: name}), tmp_path)
+
+
+def test_values_that_json_does_not_support_are_refused_before_writing(tmp_path):
     for measurements in ({"c": math.nan}, {"c": {1: 0.1}}):
         with pytest.raises(InputError, match=r"measurements\.c"):
             store.save(record_of(measurements=measurements), tmp_path)
