@@ -103,7 +103,8 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     {'k': 4}
     """
     folder = folder_of(record, results)
-    document = plain(record.model_dump(), "record")
+    document = plain(record.model_dump(exclude={"generations"}), "record")
+    document |= record.model_dump(mode="json", include={"generations"})
     place = folder
     with suppress(InputError):  # no record yet, or a damaged one
         if record.status == "failed" and load_record(folder).status == "completed":

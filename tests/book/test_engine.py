@@ -121,14 +121,6 @@ def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
     assert not (tmp_path / "r{x}").exists()
 
 
-def test_a_damaged_outcome_is_named(run, monkeypatch):
-    monkeypatch.setattr(engine, "_execute", Mock())
-    folder = Path(run("1").output).parent
-    (folder / "outcome.json").write_text("{}")
-    with pytest.raises(InputError, match=r"outcome\.json.*remove"):
-        run("1")
-
-
 def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
     def again(*paths):
         write_notebook(*paths)
