@@ -336,9 +336,8 @@ def models(
         size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
         rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
     columns = ["name", "roles", "present", "licence", "size", "source"]
-    print_result(
-        as_json, document, table_of("models; `specnb models --pairs` shows which can draft for which", rows, columns)
-    )
+    title = "models; `specnb models --pairs` shows which can draft for which"
+    print_result(as_json, document, table_of(title, rows, columns))
 
 
 def _list_pairs(places: list[str] | None, as_json: bool) -> None:

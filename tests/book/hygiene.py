@@ -1,7 +1,8 @@
 """What a committed notebook must be, so that its stored outputs are true, small, portable and checked.
 
-nbval passes vacuously where a cell has no execution count; widget state makes a notebook five megabytes; a path of the author's machine is nobody else's. `problems` finds
-these, `normalise` removes what tools leave behind: `python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
+nbval passes vacuously where a cell has no execution count; widget state makes a notebook five megabytes; a path of
+the author's machine is nobody else's. `problems` finds these, `normalise` removes what tools leave in a notebook:
+`python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
 """
 
 import json
