@@ -20,10 +20,6 @@ from tests.tiny_models import llama_gguf, torch_model
 IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
 
 
-def next_lines(out):
-    return [shlex.split(line.removeprefix("next: ")) for line in out.splitlines() if line.startswith("next: ")]
-
-
 @pytest.fixture
 def write(specnb, tmp_path):
     """Run `capture` into a folder of this name: the document that it prints."""
@@ -48,23 +44,20 @@ def steps(folder):
 
 
 def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, write, tmp_path, monkeypatch):
-    """It, too, is opened in torch."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     file = str(llama_gguf(tmp_path / "llama.gguf"))
     first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
-    assert first["engine"] == "torch" and first["steps"] == 4
-    trace = ModuleTrace.load(tmp_path / "a")
-    assert first["rows"] == len(trace.tensors) > 100 and first["reads"] == len(trace.params) > 10
+    assert first["engine"] == "torch" and first["steps"] == 4 and first["rows"] > 100 and first["reads"] > 10
     with closing(load(file, backend="hf")) as model:
         prompt, *after = first["token_ids"]
         assert prompt == model.encode("ab")
         plain = generate(model, prompt, max_new_tokens=3, ignore_eog=True).token_ids
     assert [token for ids in after for token in ids] == list(plain)
     changed = {"OTHER-MODEL": file, "OTHER": str(tmp_path / "b")}
-    again, then = ([changed.get(word, word) for word in shlex.split(line)] for line in first["next"])
-    code, out, _ = specnb(*again[1:])
-    assert code == 0 and next_lines(out) == [then]
-    code, out, _ = specnb(*then[1:])
+    again, then = ([changed.get(word, word) for word in shlex.split(line)][1:] for line in first["next"])
+    code, out, _ = specnb(*again)
+    assert code == 0 and f"next: {shlex.join(['specnb', *then])}" in out.splitlines()
+    code, out, _ = specnb(*then)
     assert code == 0 and out.startswith("SOUND: ")
 
 

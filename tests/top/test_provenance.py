@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,11 +16,9 @@ def test_provenance_is_json_with_code_machine_and_time_but_without_paths():
     models = [{"id": "/somewhere/private/model.gguf?backend=hf"}, {"id": "hf:org/name"}]
     record = provenance(seeds=(1, 2), models=models, prompts_digest="d", extra={"temperature": np.float32(0.5)})
     text = json.dumps(record, allow_nan=False)
-    assert json.loads(text) == record
-    assert (record["packages"]["numpy"], record["python"]) == (np.__version__, sys.version.split()[0])
+    assert json.loads(text) == record and record["packages"]["numpy"] == np.__version__
     assert (record["seeds"], record["extra"], record["prompts_digest"]) == ([1, 2], {"temperature": 0.5}, "d")
     assert record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 1 << 28
-    assert abs((datetime.now(UTC) - datetime.fromisoformat(record["utc"])).total_seconds()) < 60
     assert record["models"] == [{"id": "model.gguf?backend=hf"}, {"id": "hf:org/name"}]
     assert not [path for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere") if path in text]
 
