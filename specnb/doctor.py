@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from specnb.errors import SpecnbError
 from specnb.machine import (
-    BFLOAT16,
     INSTRUCTION_SETS,
     LOOK_S,
     SPARE,
@@ -89,17 +88,11 @@ def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = N
 
 
 def check_torch() -> Prerequisite:
-    """Import torch, and report whether the CPU has bfloat16 in hardware."""
+    """Import torch, and report its version and GPU."""
     import torch
 
-    flags = sorted(BFLOAT16.intersection(cpu_facts()["isa"]))
-    hint = "no bfloat16 in this CPU, where dtype=auto takes float32"
-    if flags:
-        hint = f"bfloat16 in hardware ({flags[0]})"
-    if torch.cuda.is_available():
-        has_it = "yes" if torch.cuda.is_bf16_supported() else "no"
-        hint += f"; {torch.cuda.get_device_name(0)}, bfloat16 {has_it}"
-    return Prerequisite("torch", True, f"{torch.__version__}; {hint}", "")
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "no GPU"
+    return Prerequisite("torch", True, f"{torch.__version__}, {gpu}", "")
 
 
 def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisite]:
