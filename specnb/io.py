@@ -244,40 +244,26 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 # ---- files that are created once
 
 
-def once(dest: Path, make: Callable[[], None], exists: Callable[[], bool], *, n_bytes: int) -> Path:
-    """Return `dest`, calling `make` unless it `exists`: one thread or process does, others wait.
-
-    Raises FetchError if the disk is not writable or has less than `n_bytes` free, and what `make`
-    raises.
-    """
-    if not exists():
-        lock = dest.with_name(f"{dest.name}.lock")
-        with (
-            locked(lock, "wait, or delete it", wait_s=LOCK_WAIT_S, kind=FetchError),
-            writing(dest.parent, FetchError),
-        ):
-            if not exists():
-                need_space(dest.parent, n_bytes)
-                make()
-    return dest
-
-
 def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
     """Return the file or folder `dest`, calling `make(path)` to write it unless it exists.
 
-    Its name must identify its source. Raises as `once`.
+    One thread or process makes it, others wait. Its name must identify its source. Raises FetchError
+    if the disk is not writable or has less than `n_bytes` free, and what `make` raises.
     """
+    if dest.exists():
+        return dest
     partial = dest.with_name(f"making-{dest.name}")
-
-    def make_whole() -> None:
-        try:
-            _remove(partial)
-            make(partial)
-            partial.replace(dest)
-        finally:
-            _remove(partial)
-
-    return once(dest, make_whole, dest.exists, n_bytes=n_bytes)
+    lock = dest.with_name(f"{dest.name}.lock")
+    with locked(lock, "wait, or delete it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
+        if not dest.exists():
+            need_space(dest.parent, n_bytes)
+            try:
+                _remove(partial)  # of a process that was killed
+                make(partial)
+                partial.replace(dest)
+            finally:
+                _remove(partial)
+    return dest
 
 
 def _remove(path: Path) -> None:

@@ -81,10 +81,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
         return None
     command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=normal"]
     command += ["--", ".", ":(exclude)figures", ":(exclude)results"]
-    # Git hooks export GIT_DIR and others, which point to the hook's repository.
-    exported = [k for k in os.environ if k.startswith("GIT_") and not k.startswith("GIT_CONFIG")]
-    env = {k: v for k, v in os.environ.items() if k not in exported}
-    env["GIT_OPTIONAL_LOCKS"] = "0"  # concurrent runs do not wait for the index
+    env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # concurrent runs do not wait for the index
     try:
         report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=20, env=env).decode()
     except (OSError, subprocess.SubprocessError):

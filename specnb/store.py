@@ -1,11 +1,8 @@
-"""Storage of records: a folder per run, `results/<experiment>/<run_id>/{run.json, rounds.parquet}`.
+"""Storage of records: a folder per run, with the record in `results/<experiment>/<run_id>/run.json`.
 
-`rounds.parquet` has one row per round, with list columns; `run.json` has the rest of the record and
-the digest of `rounds.parquet`. Renaming `run.json` replaces an older record in one step: until then
-the new rounds are in a file of their own. All other access is by `query`.
+Older records have their rounds in a second file, `rounds.parquet`. All other access is by `query`.
 """
 
-import io
 import json
 import os
 import re
@@ -14,22 +11,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC
 from pathlib import Path
-from threading import Timer
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from specnb.errors import InputError
 from specnb.io import (
     digest,
-    locked,
     named_folder,
     plain,
     project_dir,
-    read_bytes,
     read_json,
     reading,
     validated,
     write_atomic,
-    writing,
 )
 from specnb.records import Generation, Round, RunRecord
 
@@ -40,13 +33,11 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 MAX_BYTES = 1 << 30
 RUN = "run.json"
-ROUNDS = "rounds.parquet"
 OUTCOME = "outcome.json"
-NEW_ROUNDS = "rounds.{:.16}.next"
-"""File of the rounds with this digest until their `run.json` is written."""
+OLDER_ROUNDS = "rounds.parquet"
+"""File of the rounds in records of version 0.1."""
 FAILED = ".failed"
 """Subfolder for the record of a failed run whose folder has the record of a completed one."""
-SAVE_WAIT_S = 60.0
 
 CONTEXT = {
     "prompt_id": str,
@@ -101,9 +92,8 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     `$SPECNB_RUN_FOLDER`, with the executed notebook; records with other ids go to subfolders.
     Tuples in `params`, `provenance` and `measurements` are loaded as lists.
 
-    Waits up to SAVE_WAIT_S seconds for another process that saves this run, and removes the files
-    of killed saves. Raises InputError for values that JSON does not support (NaN, keys that are not
-    strings, objects), if the folder cannot be written, and if the wait is too long.
+    Raises InputError for values that JSON does not support (NaN, keys that are not strings, objects),
+    and if the folder cannot be written.
 
     >>> import tempfile
     >>> now = "2026-11-21T12:00:00Z"
@@ -112,44 +102,28 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     ...     load_record(save(record, Path(results))).params
     {'k': 4}
     """
-    import pyarrow.parquet as pq
-
-    # 1. Convert the record to JSON and Parquet.
     folder = folder_of(record, results)
-    document = without_rounds(record)
-    table = _rounds_table(record)
-    buffer = io.BytesIO()
-    pq.write_table(table, buffer)
-    sha256 = digest(buffer.getvalue())
-    document["rounds_parquet"] = {"rows": len(table), "sha256": sha256}
-    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in document.items())
-    reason = "another process saves this run; save again"
-    with locked(folder / ".save.lock", reason, wait_s=SAVE_WAIT_S), writing(folder):
-        # 2. Choose the folder.
-        place = folder
-        with suppress(InputError):  # no record yet, or a damaged one
-            if record.status == "failed" and load_record(folder).status == "completed":
-                place = folder / FAILED
-        # 3. Write the rounds, replace the record, and move the rounds to their name.
-        new = place / NEW_ROUNDS.format(sha256)
-        write_atomic(new, buffer.getvalue())
-        write_atomic(place / RUN, f"{{\n{lines}\n}}\n".encode())
-        new.replace(place / ROUNDS)
-        # 4. Remove the files of killed saves.
-        for leftover in [*place.glob(".r*.tmp"), *place.glob(NEW_ROUNDS.format("*"))]:
-            leftover.unlink()
+    document = plain(record.model_dump(exclude={"generations"}), "record")
+    document |= record.model_dump(mode="json", include={"generations"})
+    place = folder
+    with suppress(InputError):  # no record yet, or a damaged one
+        if record.status == "failed" and load_record(folder).status == "completed":
+            place = folder / FAILED
+    write_atomic(place / RUN, f"{json.dumps(document)}\n".encode())
+    (place / OLDER_ROUNDS).unlink(missing_ok=True)
     return folder
-
-
-def without_rounds(record: RunRecord) -> dict[str, Any]:
-    """Return a record as a JSON document without its rounds. Raises as `save`."""
-    return plain(record.model_dump(exclude={"generations": {"__all__": {"rounds"}}}), "record")
 
 
 def save_beside_figures(record: RunRecord, folder: Path) -> None:
     """Write the record without its rounds to `folder/records/RUN_ID.json`. Raises as `save`."""
-    document = f"{json.dumps(without_rounds(record), indent=1)}\n"
-    write_atomic(f"{run_folder(folder, 'records', record.run_id)}.json", document.encode())
+    fields = record.model_dump(exclude={"generations": {"__all__": {"rounds"}}})
+    document = json.dumps(plain(fields, "record"), indent=1)
+    write_atomic(record_beside_figures(folder, record.run_id), f"{document}\n".encode())
+
+
+def record_beside_figures(folder: Path, run_id: str) -> Path:
+    """Return the file of a record in a folder of figures. Raises InputError for an invalid `run_id`."""
+    return Path(f"{run_folder(folder, 'records', run_id)}.json")
 
 
 def folder_of(record: RunRecord, results: Path | None = None) -> Path:
@@ -173,33 +147,32 @@ def figures_dir(record: RunRecord) -> Path:
 
 def load_record(folder: Path) -> RunRecord:
     """Load a record that `save` wrote to `folder`. Raises InputError with the invalid file."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     path = Path(folder) / RUN
-    # Arrow's memory: an Arrow thread that frees Python's memory at exit would abort the process.
-    memory = pa.BufferOutputStream()
-    with reading(path):
-        document, rounds = _read(path)
-        memory.write(rounds)
-        del document["rounds_parquet"]
-        for generation in document["generations"]:
-            generation["rounds"] = []
-        for row in pq.read_table(pa.BufferReader(memory.getvalue())).to_pylist():
-            # Older records lack some columns.
-            values = {name: row[name] for name in Round._fields if name in row}
-            document["generations"][row["generation"]]["rounds"].append(values)
+    document = read_json(path, MAX_BYTES)
+    if document.pop("rounds_parquet", None):
+        _add_older_rounds(document, path.with_name(OLDER_ROUNDS))
     return validated(RunRecord, document, str(path))
 
 
-def query(sql: str, results: Path | None = None, timeout_s: float | None = None) -> "pd.DataFrame":
+def _add_older_rounds(document: dict[str, Any], path: Path) -> None:
+    """Add the rounds in `path`, which may lack newer columns, to the generations of a record."""
+    import pyarrow.parquet as pq
+
+    with reading(path):
+        for generation in document["generations"]:
+            generation["rounds"] = []
+        for row in pq.read_table(path).to_pylist():
+            values = {name: row[name] for name in Round._fields if name in row}
+            document["generations"][row["generation"]]["rounds"].append(values)
+
+
+def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
     """Run `sql` (duckdb) on all records in `results` (default `results_dir()`).
 
     Tables: `rounds` (one row per round, with `run_id`, `experiment`, `generation`), `generations`
     (their scalar fields), `runs` (`params`, `provenance` and `measurements` as JSON, times in UTC).
     The query has no access to files and network. Damaged records are left out, with one warning
-    that names them. Raises InputError if there are no valid records, if the SQL fails, and if it
-    takes longer than `timeout_s`.
+    that names them. Raises InputError if there are no valid records, and if the SQL fails.
     """
     import duckdb
     import pandas as pd
@@ -242,31 +215,10 @@ def query(sql: str, results: Path | None = None, timeout_s: float | None = None)
             connection.register("runs", pd.DataFrame(runs))
             connection.register("generations", pd.DataFrame(generations, columns=columns))
             connection.register("rounds", pa.concat_tables(rounds))
-            timer = Timer(timeout_s, connection.interrupt)
-            timer.start()
-            try:
-                connection.execute(sql)
-                return connection.df()
-            finally:
-                timer.cancel()
-    except duckdb.InterruptException as error:
-        limit = f"{timeout_s:g} s: simplify it, or raise the limit (--timeout-s)"
-        raise InputError(f"the query on {results} took longer than {limit}") from error
+            connection.execute(sql)
+            return connection.df()
     except duckdb.Error as error:
         raise InputError(f"the query on {results} failed: {error}") from error
-
-
-def _read(path: Path) -> tuple[dict[str, Any], bytes]:
-    """Return the content of the `run.json` at `path`, and the bytes of its rounds."""
-    rounds = path.with_name(ROUNDS)
-    for _attempt in range(3):  # another process may replace the record at the same time
-        document = read_json(path, MAX_BYTES)
-        sha256 = document["rounds_parquet"]["sha256"]
-        for file in (rounds, path.with_name(NEW_ROUNDS.format(sha256))):
-            with suppress(InputError):
-                if digest(data := read_bytes(file, MAX_BYTES)) == sha256:
-                    return document, data
-    raise InputError(f"{rounds} is missing, or its digest differs from run.json's: repeat the run")
 
 
 def _rounds_table(record: RunRecord) -> "pa.Table":

@@ -152,7 +152,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     text = read_text(path)
     documents = []
     requests = []
-    end = n_tokens = largest_k = 0
+    end = 0
     with reading(path):
         # a document may have several lines, and a file may begin with a byte order mark
         decoder = json.JSONDecoder()
@@ -163,14 +163,13 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
             request = _read(counts, k, f"{path}: request {n}")
             if request.accepted:
                 requests.append(request)
-                n_tokens += request.n_tokens
-                largest_k = max(largest_k, *request.drafted)
-            if (cells := n_tokens * (largest_k or 1)) > MAX_CELLS:
-                raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
     if not requests:
         raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
+    largest_k = max(max(request.drafted) for request in requests)
     if not largest_k:
         raise InputError(f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k")
+    if (cells := largest_k * sum(request.n_tokens for request in requests)) > MAX_CELLS:
+        raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
     return requests
 
 

@@ -1,8 +1,8 @@
 """Find the records of runs, and list the runs in one table."""
 
 import json
+import re
 import tempfile
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +13,8 @@ from specnb import store
 from specnb.batch.run import place
 from specnb.io import reading, write_atomic
 
+RECORD = re.compile(rf"(?:{store.NAME.pattern}/)+({store.RUN}|{store.OLDER_ROUNDS})")
+"""Keys of the files of a record; no name begins with a period."""
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
            date_diff('second', r.started, r.ended) AS seconds,
@@ -26,9 +28,8 @@ OVERVIEW = """
 def local_copy(results: str | None) -> Iterator[Path]:
     """Yield the folder of the records in `results`; for s3://… a copy without notebooks and figures.
 
-    None is the usual folder. A key that would lie outside the folder (with "..", or absolute) or
-    that no file can have is left out, with one warning that names all of them. Raises InputError
-    for a place that cannot be read.
+    None is the usual folder. Only keys of records are copied, never one that leads out of the
+    folder. Raises InputError for a place that cannot be read.
     """
     if not results or "://" not in results:
         yield Path(results or store.results_dir())
@@ -36,23 +37,14 @@ def local_copy(results: str | None) -> Iterator[Path]:
     from pyarrow import fs
 
     system, base = place(results)
-    odd = []
     with tempfile.TemporaryDirectory(prefix="specnb-results-") as name:
         folder = Path(name)
         with reading(results):
             for info in system.get_file_info(fs.FileSelector(base, recursive=True)):
-                key = Path(info.path)
-                try:
-                    copy = folder / key.relative_to(base)
-                    if ".." in key.parts:
-                        raise ValueError("'..' leads out of it")
-                    if key.name in (store.RUN, store.ROUNDS):
-                        with system.open_input_stream(info.path) as file:
-                            write_atomic(copy, file.read())
-                except ValueError as error:  # also a name that is too long, and a key below another
-                    odd.append(f"{info.path} ({error})")
-        if odd:
-            warnings.warn(f"{results}: left out keys that cannot be files in it: {', '.join(odd)}", stacklevel=3)
+                key = info.path.removeprefix(f"{base}/")
+                if RECORD.fullmatch(key):
+                    with system.open_input_stream(info.path) as file:
+                        write_atomic(folder / key, file.read())
         yield folder
 
 

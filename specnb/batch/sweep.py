@@ -44,14 +44,11 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 def read_batch(path: Path) -> Batch:
     """Read a batch from a YAML file; values without quotes are parsed as on the command line.
 
-    Raises InputError for any other content, for a repeated key and for an alias (`*name`).
+    Raises InputError for any other content and for a repeated key.
     """
     with reading(f"{path}: the YAML"):
-        text = read_text(path)
-        for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):  # aliases may be recursive, or grow exponentially
-                raise ValueError(f"alias {event.anchor!r}: write its value out")
-        document = (node := yaml.compose(text)) and _value_of(node)
+        node = yaml.compose(read_text(path))
+        document = node and _value_of(node)
     return validated(Batch, document, str(path))
 
 

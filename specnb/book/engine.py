@@ -22,7 +22,6 @@ from papermill.execute import execute_notebook
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
-from specnb.errors import InputError
 from specnb.io import locked, read_json, write_atomic
 from specnb.params import BUDGET
 
@@ -84,7 +83,9 @@ def run_notebook(
     if "budget" in resolved:
         environment[BUDGET] = resolved["budget"]
     with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
-        again = ".again" if _has_completed(folder / store.OUTCOME) else ""
+        before = folder / store.OUTCOME
+        completed = before.is_file() and read_json(before).get("status") == "completed"
+        again = ".again" if completed else ""
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
         started = datetime.now(UTC)
@@ -117,14 +118,6 @@ def run_notebook(
             )
             write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())
     return outcome
-
-
-def _has_completed(outcome: Path) -> bool:
-    """Return whether an outcome is that of a completed run. Raises InputError for a damaged file."""
-    try:
-        return outcome.is_file() and read_json(outcome)["status"] == "completed"
-    except (InputError, KeyError, TypeError):
-        raise InputError(f"{outcome} is damaged, expected an outcome: remove it, and run again") from None
 
 
 def _execute(

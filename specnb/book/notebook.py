@@ -101,7 +101,8 @@ def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None 
     an unknown name and for a bad value.
     """
     try:
-        (cell, model), known = _declared_by(source), defaults(source)
+        cell, model = _declared_by(source)
+        known = defaults(source)
         for name in given:
             require_known("parameter", name, cell)
         given = {name: _fitted(value, known[name]) for name, value in given.items()}

@@ -27,15 +27,14 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
-from specnb.io import digest, plain, project_dir, read_bytes, read_json, reading, write_atomic
+from specnb.io import digest, plain, project_dir, read_bytes, read_json, write_atomic
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
 Sidecar = dict[str, Any]
 """The JSON document of a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-FILE = rf"{NAME.pattern}\.(svg|png|pdf|html|json)"
-RECORD = rf"records/{store.NAME.pattern}\.json"
+SUFFIXES = ("svg", "png", "pdf", "html")
 GALLERY = """# Figures
 
 Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
@@ -111,20 +110,24 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return the facts of a sidecar about a figure and its run. Raises InputError for a bad name."""
-    if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
         run
         | {
             "schema_version": 1,
-            "name": name,
+            "name": _require_name(name),
             "title": title,
             "caption": caption_of(title, record),
             "record": f"records/{record.run_id}.json",
         },
         "record",
     )
+
+
+def _require_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
+    return name
 
 
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
@@ -194,9 +197,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     completed run of each notebook is published. `figures/records/RUN_ID.json` is the record without
     its rounds; records without a figure are removed.
 
-    Raises InputError for an unknown run, for a sidecar that names files other than its own, and for
-    uncommitted changes in the checkout, now or when the run was recorded. `allow_dirty` publishes
-    despite changes, and the sidecars say so.
+    Raises InputError for an unknown run, and for uncommitted changes in the checkout, now or when
+    the run was recorded. `allow_dirty` publishes despite changes, and the sidecars say so.
     """
     files = results.rglob(store.RUN)
     runs = [(store.load_record(file.parent), file.parent) for file in files if sidecars(file.parent / "figures")]
@@ -207,11 +209,6 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
     figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
-    for sidecar, source in figures_of:
-        _require_own_files(sidecar, source)
-    for folder in chosen:
-        with reading(folder):
-            gallery(folder / "figures")  # a bad entry fails before anything is written
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         raise InputError(
@@ -219,12 +216,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
             "or publish with --allow-dirty"
         )
     for sidecar, source in figures_of:
-        files = [*sidecar["files"], f"{sidecar['name']}.html"]
-        contents = {Path(file).suffix[1:]: read_bytes(source / file) for file in files}
-        # the page loads the script of its new folder
-        contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
-        write_atomic(figures / sidecar["record"], read_bytes(source / sidecar["record"]))
-        _write(figures, sidecar | {"published_with_changes": changed}, contents)
+        _copy_figure(sidecar | {"published_with_changes": changed}, source, figures)
     plotly_script(figures)
     page.write_page(SHIPPED, figures / "explorer.html")
     for orphan in {*figures.glob("records/*.json")} - {figures / sidecar["record"] for sidecar in sidecars(figures)}:
@@ -233,23 +225,16 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     return chosen
 
 
-def _require_own_files(sidecar: Sidecar, folder: Path) -> None:
-    """Raise InputError unless `sidecar` names files that `publish` writes, no links, and its own record."""
-    inside = folder.parent.resolve() / folder.name
-    with reading(f"a sidecar in {folder}"):
-        beside = [sidecar["name"] + f".{suffix}" for suffix in ("json", *sidecar["skipped"])]
-        names = dict.fromkeys([*beside, *sidecar["files"]], FILE) | {sidecar["record"]: RECORD}
-        for file, pattern in names.items():
-            if not re.fullmatch(pattern, file) or (folder / file).resolve() != inside / file:
-                raise InputError(
-                    f"{folder} names {file!r}, expected "
-                    "NAME.{svg,png,pdf,html,json} or records/RUN_ID.json, and no link: run it again"
-                )
-        facts = itemgetter("experiment", "run_id", "status", "params")
-        if (got := facts(read_json(folder / sidecar["record"]))) != facts(sidecar):
-            raise InputError(
-                f"{folder} has the record of {got!s:.200}, expected that of {facts(sidecar)!s:.200}: run it again"
-            )
+def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
+    """Copy the files of a figure and its record. Reads and writes no files but those of its name."""
+    name = _require_name(sidecar["name"])
+    files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
+    contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
+    # the page loads the script of its new folder
+    contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
+    old, new = (store.record_beside_figures(folder, sidecar["run_id"]) for folder in (source, figures))
+    write_atomic(new, read_bytes(old))
+    _write(figures, sidecar, contents)
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:

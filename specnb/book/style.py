@@ -60,8 +60,10 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
     look = STYLE["figures"][name]
     figure.update_xaxes(look.get("x")).update_yaxes(look.get("y"))
     for line in look.get("lines", ()):
-        figure.add_hline(**line) if "y" in line else figure.add_vline(**line)
-    return figure.update_layout({"template": template()} | look.get("layout", {}) | layout)
+        add = figure.add_hline if "y" in line else figure.add_vline
+        add(**line, line=STYLE["line"])
+    figure.update_layout(template=template(), legend_title_text="")
+    return figure.update_layout(look.get("layout", {}) | layout)
 
 
 def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> go.Figure:
@@ -72,7 +74,7 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
     figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars)
     figure.update_traces(marker_size=11)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
-    return figure.update_layout(scattermode="group", scattergap=0.3, legend_title_text="")
+    return figure.update_layout(scattermode="group", scattergap=0.3)
 
 
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:

@@ -28,9 +28,12 @@ from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
 app = App(
-    name="specnb", help="Speculative decoding, explored in notebooks: exact and measured.", no_args_is_help=True,
-    pretty_exceptions_enable=False, rich_markup_mode="markdown",
-)  # fmt: skip
+    name="specnb",
+    help="Speculative decoding, explored in notebooks: exact and measured.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
 START, MODELS, NOTEBOOKS, LABS = "Start", "Your models", "Notebooks", "Labs"
 MOVED = {
     "certify": "describe MODEL --certify",
@@ -48,7 +51,7 @@ MOVED = {
 
 def main() -> None:
     """Entry point: errors made on purpose become one line and exit code 2."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # a model may write what the terminal's encoding lacks
+    sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a text
     try:
         for n in (1, 2):
             if (old := " ".join(sys.argv[1 : 1 + n])) in MOVED:
@@ -62,7 +65,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def options(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options before a command."""
     if version:
         print(f"specnb {__version__}")
         raise Exit
@@ -104,7 +107,9 @@ def generate(
     if bool(text) == bool(prompt):
         raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one: give it as it is or with --prompt")
     chosen = drafter or draft or (None if controller else "auto")
-    text, console, written = text or prompt, Console(), []
+    text = text or prompt
+    console = Console()
+    written = []
     if baseline:
         warn_if_busy()
 
@@ -115,12 +120,28 @@ def generate(
 
     with ProgressBar() as bar:
         result = run_pair(
-            target, None if chosen == "none" else chosen, [{"role": "user", "content": text}] if chat else text,
-            with_baseline=baseline, strict=strict, heads_checkpoint=heads_checkpoint, tree=tree, self_type=self_type,
-            arms=draft if drafter else None, k=k, controller=controller, temperature=temperature, top_k=top_k,
-            top_p=top_p, max_new_tokens=max_new_tokens, seed=seed, rule=rule, stop=stop or (), ignore_eog=ignore_eog,
-            on_text=write if console.is_terminal and not as_json else None, progress=bar,
-        )  # fmt: skip
+            target,
+            None if chosen == "none" else chosen,
+            [{"role": "user", "content": text}] if chat else text,
+            with_baseline=baseline,
+            strict=strict,
+            heads_checkpoint=heads_checkpoint,
+            tree=tree,
+            self_type=self_type,
+            arms=draft if drafter else None,
+            k=k,
+            controller=controller,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            rule=rule,
+            stop=stop or (),
+            ignore_eog=ignore_eog,
+            on_text=write if console.is_terminal and not as_json else None,
+            progress=bar,
+        )
     if not as_json:
         print(show.clean(result.generation.text[len("".join(written)) :]))
     if suspicious := suspicion(result):
@@ -132,7 +153,7 @@ def generate(
 
 @app.command(rich_help_panel=START)
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer: one page, on the shipped trace or a run's."""
+    """Open the explorer, a page, on the shipped trace or that of a run."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 
@@ -146,9 +167,9 @@ def explore(trace: str = "", as_json: Json = False) -> None:
 def lab(context: Context, notebook: str = "00") -> None:
     """Open a copy of a notebook in JupyterLab.
 
-    All notebooks are copied to results/lab, where `figures` and `data` are links into the checkout. An unchanged copy
-    is updated when its notebook changes, an edited copy is never replaced. Options after the name, such as
-    `--no-browser --port 8888`, are those of `jupyter lab`.
+    All notebooks are copied to results/lab, where `figures` and `data` are links into the checkout. A copy is never
+    replaced: rename it to get a newer notebook. Options after the name, such as `--no-browser --port 8888`, are those
+    of `jupyter lab`.
     """
     from specnb.book.notebook import find_notebook
 
@@ -164,20 +185,16 @@ def lab(context: Context, notebook: str = "00") -> None:
 
 
 def _copy_notebooks(source: Path, root: Path) -> None:
-    """Copy `source` and the numbered notebooks next to it to `root/notebooks`, and name outdated copies.
+    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; name outdated copies.
 
-    A second copy in `root/.copied` stays unchanged: it shows which copies were edited. The links of
-    notebooks to figures and data resolve.
+    The links of notebooks to figures and data resolve.
     """
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
-        copy, copied = root / "notebooks" / path.name, root / ".copied" / path.name
-        new = path.read_bytes()
-        base = copied.read_bytes() if copied.exists() else None
-        if not copy.exists() or copy.read_bytes() in (base, new):
-            for file in (copied, copy):
-                write_atomic(file, new)
-        elif base != new:
-            complain(f"{copy} has your changes and was kept, but its notebook is newer: rename it to get the new one")
+        copy = root / "notebooks" / path.name
+        if not copy.exists():
+            write_atomic(copy, path.read_bytes())
+        elif copy.stat().st_mtime < path.stat().st_mtime:
+            complain(f"{copy} is older than its notebook: rename it to get the new one")
     for name in ("figures", "data"):
         link = root / name
         if link.is_symlink():
@@ -204,7 +221,8 @@ def check(
     from specnb import doctor
 
     findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
-    answers, mark = [row["ok"] for row in findings], {True: "ok", False: "MISSING", None: "warning"}
+    answers = [row["ok"] for row in findings]
+    mark = {True: "ok", False: "MISSING", None: "warning"}
     rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
     title = f"check: {answers.count(True)} of {len(findings)} are fine"
     print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
@@ -237,7 +255,8 @@ def describe(model: str, certify: bool = False, as_json: Json = False) -> None:
     from specnb.compat.models import sheet
     from specnb.machine import human_bytes
 
-    facts, rows = sheet(model), {}
+    facts = sheet(model)
+    rows = {}
     for name, value in facts.items():
         label = name.removeprefix("n_").removesuffix("_bytes").replace("_", " ")
         rows[label] = human_bytes(value) if value and name.endswith("_bytes") else value
@@ -274,13 +293,16 @@ def compat(models: list[str], as_json: Json = False) -> None:
         columns = ["target", "draft", "verdict", "way", "n_different", "llama_cpp", "transformers"]
         print_result(as_json, rows, table_of("every pair", rows, columns))
         return
-    report, words = check(*described), {True: "accepts", False: "refuses", None: "cannot be told"}
+    report = check(*described)
+    words = {True: "accepts", False: "refuses", None: "unknown"}
     opinions = {"llama.cpp": report.llama_cpp, "transformers": report.transformers}
     print_result(
-        as_json, report.to_json(), frame_of(report.summary(), report.to_frame()) or report.summary(),
+        as_json,
+        report.to_json(),
+        frame_of(report.summary(), report.to_frame()) or report.summary(),
         report.expectation() or "acceptance: nothing can be predicted",
         *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
-    )  # fmt: skip
+    )
 
 
 @app.command(rich_help_panel=MODELS)
@@ -292,9 +314,9 @@ def models(
 ) -> None:
     """List models, their roles, and which can draft for which.
 
-    All of the zoo, of the checkout, of those described by published facts, and yours in PLACES. A role needs a listed
-    partner with the same ids, and sizes with which the pair can win; `--pairs` says which and why, of the models at
-    hand or of those in PLACES: the answer to "I have 30 files, which one?".
+    Lists the zoo, the models of the checkout, those known by published facts, and the files in PLACES. A model has a
+    role if a listed partner has the same ids, and the pair can win by its sizes. `--pairs` shows the pairs and the
+    reasons, of local models or of those in PLACES.
     """
     if fetch:
         from specnb.lm.files import zoo_file
@@ -314,7 +336,8 @@ def models(
         size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
         rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
     columns = ["name", "roles", "present", "licence", "size", "source"]
-    print_result(as_json, document, table_of("models; `specnb models --pairs` says who drafts for whom", rows, columns))
+    title = "models; `specnb models --pairs` shows which can draft for which"
+    print_result(as_json, document, table_of(title, rows, columns))
 
 
 def _list_pairs(places: list[str] | None, as_json: bool) -> None:
@@ -330,7 +353,7 @@ def _list_pairs(places: list[str] | None, as_json: bool) -> None:
         "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
     )
     print_result(
-        as_json, show.records_of(table), *parts, note if parts else "no model of these can draft for another one"
+        as_json, show.records_of(table), *parts, note if parts else "none of these models can draft for another"
     )
 
 
@@ -366,7 +389,9 @@ def bench(
     for option, value in {"--row": row, "--page": page}.items():
         if value and len(names) != 1:
             raise InputError(f"{option} is about a target and one drafter, got {', '.join(names) or 'no drafter'}")
-    options: dict[str, Any] = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
+    options: dict[str, Any] = {}
+    if max_new_tokens is not None:
+        options["max_new_tokens"] = max_new_tokens
     if page:
         if row or heads_checkpoint:
             raise InputError("--page is about a draft model: leave out --row and --heads-checkpoint")
@@ -381,9 +406,10 @@ def bench(
     if prompts or categories or prompts_per_category:
         wanted = comma_list(categories) if categories else all_categories(prompts)
         limit = prompts_per_category or 1
-        options["chosen"] = [p for name in wanted for p in read_prompts(name, limit=limit, source=prompts)]
-        if row and len(options["chosen"]) < FEWEST:
-            raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(options['chosen'])}")
+        chosen = [p for name in wanted for p in read_prompts(name, limit=limit, source=prompts)]
+        if row and len(chosen) < FEWEST:
+            raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(chosen)}")
+        options["chosen"] = chosen
     with ProgressBar() as progress:
         result = bench_target(target, names, progress=progress, **options)
     if row:
@@ -398,9 +424,11 @@ def bench(
         parts.append(("forward passes over n tokens", ["n", "ms", "T(n)/T(1)"], passes))
     for pair in result.pairs:
         parts += [
-            pair.verify_curve.describe(pair.c, across=pair.c_across_engines), str(pair.baseline),
-            frame_of(f"{pair.target}, {pair.drafter}", pair.table), pair.conclusion,
-        ]  # fmt: skip
+            pair.verify_curve.describe(pair.c, across=pair.c_across_engines),
+            str(pair.baseline),
+            frame_of(f"{pair.target}, {pair.drafter}", pair.table),
+            pair.conclusion,
+        ]
     print_result(as_json, plain(document | {"pairs": pairs, "rows": rows}, nan=None), *parts)
 
 
@@ -420,7 +448,8 @@ class _TakesPairs(Command):
     """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
 
     def parse_args(self, ctx, args):
-        rest, joined = iter(args), []
+        rest = iter(args)
+        joined = []
         for word in rest:
             joined.append(word)
             if word in ("-p", "--parameter"):
@@ -450,7 +479,9 @@ def run(
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
     warn_if_busy()
     zoo_file("smollm2-135m")  # fetched here to show its progress
-    folder, document, code = results or store.results_dir(), [], 0
+    folder = results or store.results_dir()
+    document = []
+    code = 0
     try:
         for path in paths:
             outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=True)

@@ -81,7 +81,6 @@ def results(
     k: int | None = None,
     c: float = 0.05,
     t8: float | None = None,
-    timeout_s: float = 60.0,
     as_json: Json = False,
 ) -> None:
     """Query runs with SQL (duckdb), or read another engine's log.
@@ -98,7 +97,7 @@ def results(
     from specnb.batch.results import local_copy, overview
 
     with local_copy(results) as folder:
-        table = store.query(query, folder, timeout_s) if query else overview(folder)
+        table = store.query(query, folder) if query else overview(folder)
     print_result(as_json, records_of(table), frame_of("results", table) or "no rows")
 
 

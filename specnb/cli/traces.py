@@ -1,4 +1,4 @@
-"""`specnb divergence capture` and `compare`: what a model computes is written down; two such traces are compared."""
+"""`specnb divergence capture` and `compare`: record what a model computes, and compare two such traces."""
 
 import shlex
 from contextlib import closing
@@ -10,8 +10,9 @@ from specnb.cli.show import Json, complain, facts_of, frame_of, judged, print_re
 from specnb.errors import InputError
 from specnb.io import comma_list
 
-NEW_TOKENS, MADE_UP = 16, 16
-"""Tokens behind the prompt; ids of a prompt that is made up."""
+NEW_TOKENS = 16
+RANDOM_IDS = 16
+"""Length of the prompt if none is given."""
 
 
 def capture(
@@ -23,22 +24,22 @@ def capture(
     width: int | None = None,
     as_json: Json = False,
 ) -> None:
-    """Feed a model a text in torch, and write down what its modules were given and gave.
+    """Feed a text to a model in torch, and record the inputs and outputs of its modules.
 
-    The prompt goes in at once, then the tokens that the model likes best, one by one, also behind the end of a text.
-    The run to be compared with it must be fed the same: with --tokens FOLDER of the first trace it is, forward for
-    forward, and what was taken back is taken back. Then `compare` says where the two part, and whether it is rounding;
-    the same model and tokens in blocks (--width 5) are a sound run for its --sound.
+    The prompt is fed at once, then greedy tokens one by one, also after the end of a text. The run that is compared
+    with it must be fed the same: --tokens FOLDER of the first trace repeats its forward passes and rollbacks. `compare`
+    then finds where the two diverge, and whether that is rounding. A sound run for its --sound is the same model with
+    the same tokens in blocks (--width 5).
 
-    It is transformers' own code. A GGUF file is opened in torch, too, dequantised: that shows
+    The forward pass is that of transformers. A GGUF file is dequantized and opened in torch, too, which shows
     transformers' code, not llama.cpp's.
     """
     if tokens and (prompt is not None or max_new_tokens is not None):
-        raise InputError(f"--tokens {tokens} says all that is fed: leave --prompt and --max-new-tokens out")
+        raise InputError(f"--tokens {tokens} sets all tokens: leave out --prompt and --max-new-tokens")
     if width and not tokens:
-        raise InputError(f"--width {width}: it divides the text of --tokens into blocks: add --tokens")
+        raise InputError(f"--width {width} divides the text of --tokens into blocks: add --tokens")
     if out.exists():
-        raise InputError(f"--out {out} is there: give a new folder, or remove it first")
+        raise InputError(f"--out {out} exists: choose a new folder, or remove it")
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture import capture as capture_modules
     from specnb.divergence.script import Script, feed, feed_greedily, read_script
@@ -46,44 +47,62 @@ def capture(
     from specnb.lm.probe import probe_ids
     from specnb.measure.experiment import ProgressBar
 
-    script, stopped = tokens and read_script(tokens), ""
+    script = read_script(tokens) if tokens else None
     if width:
         script = Script.blocks(script.text, width=width)
     explain_torch(model)
+    stopped = ""
     opened = load(model, backend="hf", decoder="transformers")
-    with closing(opened) as its, capture_modules(its.network) as builder, ProgressBar() as progress:
-        builder.facts["opened"] = its.name
+    with closing(opened), capture_modules(opened.network) as builder, ProgressBar() as progress:
+        builder.facts["opened"] = opened.name
         if script:
-            feed(its, script, progress)
+            feed(opened, script, progress)
         else:
-            ids = probe_ids(its.vocab.size, MADE_UP) if prompt is None else prompt_ids(its, prompt)
-            stopped = feed_greedily(its, ids, NEW_TOKENS if max_new_tokens is None else max_new_tokens, progress)
+            ids = probe_ids(opened.vocab.size, RANDOM_IDS) if prompt is None else prompt_ids(opened, prompt)
+            n_new = NEW_TOKENS if max_new_tokens is None else max_new_tokens
+            stopped = feed_greedily(opened, ids, n_new, progress)
     trace = builder.trace()
     trace.save(out)
     if stopped:
         complain(stopped)
-    facts = trace.facts
-    if tokens and tokens.is_dir():
-        following = [("compare", tokens, out)]
-    else:  # there is no run of the same tokens yet
-        following = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
+    steps = trace.facts["steps"]
     table = {
-        "model": facts["opened"], "engine": "torch", "steps": len(facts["steps"]), "rows": len(trace.tensors),
-        "reads": len(trace.params), "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
+        "model": trace.facts["opened"],
+        "engine": "torch",
+        "steps": len(steps),
+        "rows": len(trace.tensors),
+        "reads": len(trace.params),
+        "n_bytes": sum(file.stat().st_size for file in out.iterdir()),
         "stopped": stopped or None,
-    }  # fmt: skip
-    lines = [shlex.join(map(str, ("specnb", "divergence", *words))) for words in following]
-    token_ids = [step["token_ids"] for step in facts["steps"]]
-    document = {"folder": str(out), "modules": facts["modules"], **table, "next": lines, "token_ids": token_ids}
-    print_result(as_json, document, facts_of(str(out), table | facts["modules"]), *map("next: {}".format, lines))
+    }
+    modules = trace.facts["modules"]
+    following = _next_commands(tokens, out)
+    document = {
+        "folder": str(out),
+        "modules": modules,
+        **table,
+        "next": following,
+        "token_ids": [step["token_ids"] for step in steps],
+    }
+    lines = [f"next: {line}" for line in following]
+    print_result(as_json, document, facts_of(str(out), table | modules), *lines)
+
+
+def _next_commands(tokens: Path | None, out: Path) -> list[str]:
+    """Return the commands that make a comparison of the trace `out`, which was fed `tokens`."""
+    if tokens and tokens.is_dir():
+        commands = [("compare", tokens, out)]
+    else:  # no other trace has the same tokens yet
+        commands = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
+    return [shlex.join(map(str, ("specnb", "divergence", *words))) for words in commands]
 
 
 def explain_torch(name: str) -> None:
-    """Say on stderr that a model whose name is llama.cpp's is opened in torch."""
+    """Print on stderr that a model with a llama.cpp name is opened in torch."""
     from specnb.lm.files import parse
 
     if parse(name).backend == "llama":
-        complain(f"{name} is opened in torch here, dequantised: this shows transformers' code, not llama.cpp's")
+        complain(f"{name} is dequantized and opened in torch here: this shows transformers' code, not llama.cpp's")
 
 
 def compare(
@@ -93,10 +112,9 @@ def compare(
     rename: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
-    """Find where two runs of one draft part, from the traces that `capture` wrote, on whatever machine.
+    """Find where two runs of one draft model diverge, from traces that `capture` wrote, on any machine.
 
-    Exit code: 0 nothing but rounding, 1 divergent, 125 inconclusive, or a trace that cannot be read; 2 for options that
-    cannot be.
+    Exit code: 0 rounding only, 1 divergent, 125 inconclusive, or if a trace cannot be read; 2 for invalid options.
     """
     import pandas as pd
 
@@ -106,8 +124,8 @@ def compare(
 
     renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
     if "" in renames:
-        raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to take a prefix away")
-    rename_all([""], renames)  # raises for what is no expression, before a trace is read
+        raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to remove a prefix")
+    rename_all([""], renames)  # refuse an invalid expression before a trace is read
     with judged():
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = map(ModuleTrace.load, (reference, candidate))
@@ -118,8 +136,8 @@ def compare(
         as_json,
         comparison.document(),
         comparison.line,
-        f"looked at: {comparison.coverage['says']}",
-        frame_of("wrong by themselves, first in time first", nodes[columns]),
-        frame_of("parameters that were not read alike", comparison.reads[["module", "read", "says"]]),
+        f"compared: {comparison.coverage['says']}",
+        frame_of("wrong by themselves, in order of time", nodes[columns]),
+        frame_of("parameters that were read differently", comparison.reads[["module", "read", "says"]]),
     )
     raise Exit(EXIT[comparison.verdict])

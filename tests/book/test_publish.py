@@ -94,16 +94,14 @@ def nothing_left(no_browser_kept):
 
 def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, capsys, tmp_path):
     (tmp_path / "speed.svg").write_text("the image of an older figure")
-    (tmp_path / "other.svg").write_text("another figure")
     figure = figure_of()
     before = figure.to_json()
     shown = publish(figure, "speed", record_of(), folder=tmp_path)
     assert isinstance(shown, go.Figure) and figure.to_json() == before
     assert capsys.readouterr().err.count("\n") == 1 and set(shown._repr_mimebundle_()[0]) == {PLOTLY, "text/plain"}
-    skipped = published(tmp_path, figure)["skipped"]
+    skipped = read_json(tmp_path / "speed.json")["skipped"]
     assert set(skipped) == IMAGES and all("BROWSER_PATH" in reason for reason in skipped.values())
-    names = {"other.svg", "speed.html", "speed.json", "plotly.min.js", "records"}
-    assert {file.name for file in tmp_path.iterdir()} == names
+    assert {file.name for file in tmp_path.iterdir()} == {"speed.html", "speed.json", "plotly.min.js", "records"}
 
 
 def test_the_sidecar_holds_run_provenance_and_digests_and_equal_figures_give_equal_bytes(no_browser, tmp_path):
@@ -186,7 +184,8 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     run_of(results, 1, run_id="old")
     run_of(results, 3, run_id="failed", status="failed")
     run_of(results, 2, run_id="new")
-    folder, figures = results / "01_k_sweep" / "new", tmp_path / "figures"
+    folder = results / "01_k_sweep" / "new"
+    figures = tmp_path / "figures"
     assert {path.name for path in (folder / "figures").iterdir()} == {"speed.html", "speed.json", "records"}
     assert 'src="../../../plotly.min.js"' in (folder / "figures" / "speed.html").read_text()
     assert publish_runs([], figures, results) == [folder], "the latest completed run"
@@ -200,28 +199,12 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
         publish_runs(["newer"], figures, results)
 
 
-HOSTILE = {
-    "a record over a module": ({"record": "../specnb/errors.py"}, None, "../specnb/errors.py"),
-    "a file of the system": ({"files": {"/etc/passwd": ""}}, None, "/etc/passwd"),
-    "an image elsewhere to remove": ({"skipped": {"/../x.svg": "no browser"}}, None, "/../x.svg"),
-    "a record that is a link": ({}, "records/abc123.json", "abc123.json"),
-    "a sidecar that is a link": ({}, "speed.json", "speed.json"),
-    "no caption": ({"caption": ...}, None, "caption"),
-    "another run": ({"run_id": "other"}, None, "other"),
-}
-
-
-@pytest.mark.parametrize(("changes", "link", "value"), HOSTILE.values(), ids=HOSTILE)
-def test_a_sidecar_that_names_other_files_is_refused_and_nothing_is_written(changes, link, value, results, tmp_path):
+@pytest.mark.parametrize("changes", [{"name": "../speed"}, {"run_id": "../errors"}])
+def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(changes, results, tmp_path):
     run_of(results, 1)
-    folder = results / "01_k_sweep" / "abc123" / "figures"
-    sidecar = folder / "speed.json"
-    changed = json.loads(sidecar.read_text()) | changes
-    sidecar.write_text(json.dumps({key: value for key, value in changed.items() if value is not ...}))
-    if link is not None:
-        (folder / link).replace(tmp_path / "moved")
-        (folder / link).symlink_to(tmp_path / "moved")
-    with pytest.raises(InputError, match=re.escape(value)):
+    sidecar = results / "01_k_sweep" / "abc123" / "figures" / "speed.json"
+    sidecar.write_text(json.dumps(read_json(sidecar) | changes))
+    with pytest.raises(InputError, match=re.escape(next(iter(changes.values())))):
         publish_runs([], tmp_path / "figures", results)
     assert not (tmp_path / "figures").exists()
 

@@ -2,11 +2,10 @@
 
 import io
 import json
+import os
 import re
 import subprocess
 import sys
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -21,11 +20,9 @@ from specnb.io import write_atomic
 from specnb.lm import toy
 from specnb.lm.vocab import Vocabulary
 from specnb.measure import experiment
-from specnb.records import RunRecord
 from tests.conftest import errors
 
 HELP = "--help", "--help-all"
-PROCESS = [sys.executable, "-c", "from specnb.cli import main; main()"]
 
 
 def is_mistake(result, *parts):
@@ -38,11 +35,9 @@ def is_mistake(result, *parts):
 def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
-    assert code == 0 and "needs translation" in out and "7 ids mean other texts" in " ".join(out.split())
-    assert "llama.cpp: refuses: add_bos True and False" in out and "can be drafted. At K = 4" in out
-    code, out, _ = specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")
-    document = json.loads(out)
-    assert code == 0 and document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
+    assert code == 0 and "needs translation" in out and "llama.cpp: refuses: add_bos True and False" in out
+    document = json.loads(specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")[1])
+    assert document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
     assert document["ids"]["n_different"] == 0 and document["way"] == "slicing" and document["findings"][0]["remedy"]
     rows = json.loads(specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")[1])
     assert [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
@@ -67,7 +62,6 @@ def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(s
     found = json.loads(out)
     assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
     assert set(found) == {"model", "same_bits_up_to", "certificate", "exact_by"}
-    assert specnb("describe", "--certify", tiny)[:2] == (code, found["certificate"] + "\n")
 
 
 @pytest.fixture
@@ -89,10 +83,10 @@ REFUSED = {
 }
 
 
-def test_mistakes_are_refused_before_a_model_is_loaded_where_possible(specnb, monkeypatch):
+@pytest.mark.parametrize(("words", "parts"), REFUSED.items())
+def test_a_mistake_is_refused_before_a_model_is_loaded(specnb, monkeypatch, words, parts):
     monkeypatch.setattr("specnb.draft.load.load", lambda name: pytest.fail("loaded"))
-    for words, parts in REFUSED.items():
-        is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
+    is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
 
 
 def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(specnb, models, monkeypatch):
@@ -115,16 +109,13 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     summary = document["summary"]
     assert summary["identical"] is True and summary["speedup"] > 0 and summary["fork"] is None
     assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
-    assert not {"tau", "tokens_per_s", "estimated_speedup", "accepted_tokens", "overhead_share"} - set(summary)
 
 
-def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models, idle):
+def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models):
     words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "10"]
-    for more in ([], ["--baseline"]):
-        code, out, _ = specnb(*words, *more)
-        assert code == 0 and out.count(" times as fast") == 1 and "tokens_per_s" not in out.replace(" ", "_")
-        assert ("fastest" in out) == bool(more) and "7 of 7" in out
-        assert "tokens_per_s" in specnb(*words, *more, "-v")[1].replace(" ", "_")
+    out = specnb(*words)[1]
+    assert out.count(" times as fast") == 1 and "7 of 7" in out and "tokens per s" not in out
+    assert "tokens per s" in specnb(*words, "-v")[1].replace("_", " ")
 
 
 @pytest.fixture
@@ -161,16 +152,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream
         for done in range(6):
             progress(done, 6, f"step {done}")
         raise KeyError
-    if stream is Terminal:
-        assert "step 5" in err.getvalue() and err.getvalue().split("\r")[-1].strip() == ""
-        assert err.getvalue().split("\r")[-2].strip() == "", "the bar is cleared before an error is printed"
-        return
-    assert err.getvalue().splitlines() == ["0/6 step 0", "3/6 step 3"], "a line every 30 s"
-    with experiment.ProgressBar() as progress:
-        progress(0, 2, "loading")
-        progress(1, 2, "measuring")
-    assert "\r" not in err.getvalue()
-    assert err.getvalue().splitlines()[2:] == ["0/2 loading", "1/2 measuring", "done"]
+    if stream is Terminal:  # the bar is cleared before an error is printed
+        *_, last, cleared, end = err.getvalue().split("\r")
+        assert "step 5" in last + cleared and not cleared.strip() + end.strip()
+    else:
+        assert err.getvalue().splitlines() == ["0/6 step 0", "3/6 step 3"], "a line every 30 s"
 
 
 @pytest.fixture
@@ -192,7 +178,7 @@ def lab(specnb, monkeypatch, tmp_path):
     return run
 
 
-def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab, tmp_path):
+def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab):
     options = ["--allow-root", "--no-browser", "--port", "8888"]
     for words, name in (([], "00_a"), (["01"], "01_b"), (options, "00_a"), (["01", *options], "01_b")):
         command, root, err = lab(*words)
@@ -202,33 +188,17 @@ def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab
         assert (root / "notebooks/01_b.ipynb").read_text() == "b"
 
 
-def test_lab_renews_an_unchanged_copy_and_keeps_an_edited_one(lab, tmp_path):
+def test_lab_never_replaces_a_copy_and_names_one_that_is_older_than_its_notebook(lab, tmp_path):
     _, root, _ = lab()
-    (root / "notebooks/00_a.ipynb").write_text("mine")
-    assert lab()[2] == "", "an edited copy of an unchanged notebook is no news"
-    for name in ("00_a", "01_b"):
-        (tmp_path / f"notebooks/{name}.ipynb").write_text("new")
-    for _ in range(2):
-        lines = errors(lab()[2])
-        assert len(lines) == 1 and "00_a.ipynb" in lines[0]
-        assert [(root / "notebooks" / f"{name}.ipynb").read_text() for name in ("00_a", "01_b")] == ["mine", "new"]
-    (root / "notebooks/00_a.ipynb").rename(root / "notebooks/mine.ipynb")
-    assert lab()[2] == "" and (root / "notebooks/00_a.ipynb").read_text() == "new"
-    assert (root / "notebooks/mine.ipynb").read_text() == "mine"
-    for name in ("00_a", "01_b"):
-        (root / f".copied/{name}.ipynb").unlink()
-    (root / "notebooks/01_b.ipynb").write_text("mine")
-    (root / "data").unlink()
-    (root / "data").mkdir()
-    lines = errors(lab()[2])
-    assert len(lines) == 1 and "01_b.ipynb" in lines[0] and (root / ".copied/00_a.ipynb").exists()
-    assert (root / "notebooks/01_b.ipynb").read_text() == "mine" and not (root / "data").is_symlink()
-
-
-def test_lab_hands_its_options_to_jupyter():
-    pytest.importorskip("jupyterlab")
-    version = subprocess.check_output([*PROCESS, "lab", "--version"], text=True).strip()
-    assert version == metadata.version("jupyterlab")
+    copy = root / "notebooks/00_a.ipynb"
+    copy.write_text("mine")
+    assert lab()[2] == ""
+    (tmp_path / "notebooks/00_a.ipynb").write_text("new")
+    os.utime(copy, (1, 1))
+    (line,) = errors(lab()[2])
+    assert "00_a.ipynb" in line and copy.read_text() == "mine"
+    copy.unlink()
+    assert lab()[2] == "" and copy.read_text() == "new"
 
 
 def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_with, monkeypatch):
@@ -237,7 +207,6 @@ def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_w
     words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
     assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out
-    assert "\x1b[2J" in json.loads(specnb(*words, "--json")[1])["generation"]["text"]
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
     assert specnb(*words)[0] == 0
     sys.stdout.flush()
@@ -251,20 +220,10 @@ def runs(monkeypatch, tmp_path):
 
     def run_notebook(path, params, **options):
         noted.append((Path(path).stem, dict(params)))
-        bad = Path(path).stem.startswith("bad")
-        error = {"kind": "KeyError", "message": "'x'", "cell": 2} if bad else None
-        return NotebookOutcome(
-            notebook=Path(path).name,
-            notebook_sha256="0",
-            run_id="r",
-            params=dict(params),
-            status="failed" if bad else "completed",
-            error=error,
-            started="",
-            ended="",
-            duration_s=1.0,
-            output=str(tmp_path / "notebook.ipynb"),
-        )
+        error = {"kind": "KeyError", "message": "'x'", "cell": 2} if Path(path).stem.startswith("bad") else None
+        status = "failed" if error else "completed"
+        output = str(tmp_path / "notebook.ipynb")
+        return NotebookOutcome(Path(path).name, "0", "r", dict(params), status, error, "", "", 1.0, output)
 
     monkeypatch.setattr(engine, "run_notebook", run_notebook)
     monkeypatch.setattr(notebook, "find_notebook", Path)
@@ -273,14 +232,16 @@ def runs(monkeypatch, tmp_path):
     return noted
 
 
-def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs):
-    for words, params in (
-        (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
-        (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
-        (["-p", "seed", "-1"], {"seed": -1}), (["-p", "target", ""], {"target": ""}), ([], {}),
-    ):  # fmt: skip
-        for line in (["01_a", *words], [*words, "01_a"]):
-            assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
+@pytest.mark.parametrize(("words", "params"), [
+    (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
+    (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
+    (["-p", "seed", "-1"], {"seed": -1}),
+    (["-p", "target", ""], {"target": ""}),
+    ([], {}),
+])  # fmt: skip
+def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs, words, params):
+    for line in (["01_a", *words], [*words, "01_a"]):
+        assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
 def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs):
@@ -290,22 +251,19 @@ def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs
     assert runs == [] and specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
 
 
-def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs, monkeypatch):
-    busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
-    monkeypatch.setattr(doctor, "check_load", lambda: busy)
+def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs, idle):
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
-    warning, *others = err.splitlines()
-    assert "1.9 of 2" in warning and others == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
+    assert err.splitlines() == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
 
 
 def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     rows = json.loads(specnb("models", "--json")[1])
-    assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False and "Apache-2.0" in specnb("models")[1]
+    assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
     assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path", "parameters", "roles"}
-    assert "facts only" in specnb("models")[1]
+    out = specnb("models")[1]
+    assert "Apache-2.0" in out and "facts only" in out
 
 
 LONG = "Qwen2.5-Coder-32B-Instruct-Q4_K_M.gguf"
@@ -331,20 +289,6 @@ def test_a_narrow_table_folds_no_first_column_and_names_what_it_leaves_out(
     assert (f"no room for {', '.join(left_out)}:" in last) if left_out else ("no room" not in last)
 
 
-def test_ids_names_and_times_are_whole_at_80_columns(specnb, monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "80")
-    started = datetime(2026, 11, 28, 20, 23, 3, 841866, tzinfo=UTC)
-    record = {"params": {"k": 4}, "provenance": {}, "started": started, "ended": started, "experiment": "k_sweep"}
-    for run_id in ("f3d1bcdd9791", "14badf79dc33"):
-        store.save(RunRecord(run_id=run_id, **record), tmp_path)
-    out = specnb("results", "--results", str(tmp_path))[1]
-    assert "f3d1bcdd9791" in out and "14badf79dc33" in out and out.count(" 28 Nov 20:23 ") == 2
-    out = specnb("models")[1]
-    names = [row["name"] for row in json.loads(specnb("models", "--json")[1])]
-    assert all(f" {name} " in out for name in names) and "target, draft" in out
-    assert max(map(len, out.splitlines())) <= 80
-
-
 @pytest.mark.parametrize("old", MOVED)
 def test_a_command_of_an_earlier_version_names_what_replaces_it(specnb, old):
     is_mistake(specnb(*old.split(), "x"), f"specnb {MOVED[old]}")
@@ -365,18 +309,8 @@ def test_a_benchmark_of_some_prompts_is_one_document_and_without_a_drafter_shows
     mine = [json.dumps({"id": f"p{i}", "category": "mine", "text": "ab"}) for i in range(2)]
     (file := store.results_dir() / "mine.jsonl").parent.mkdir(parents=True, exist_ok=True)
     file.write_text("\n".join(mine))
-    words = [
-        "bench",
-        "five",
-        "--prompts",
-        str(file),
-        "--prompts-per-category",
-        "2",
-        "--k",
-        "2",
-        "--max-new-tokens",
-        "4",
-    ]
+    sizes = ["--prompts-per-category", "2", "--k", "2", "--max-new-tokens", "4"]
+    words = ["bench", "five", "--prompts", str(file), *sizes]
     document = json.loads(specnb(*words, "lookup", "--json")[1])
     assert set(document) == {"target", "rates", "verify_curve", "pairs", "rows"} and not document["rows"]
     assert document["pairs"][0]["table"][1]["n_prompts"] == 2
@@ -391,24 +325,21 @@ def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb
         assert usual - 1 <= 12 and every >= usual, command
 
 
-def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch):
-    for ok, expected in ((True, 0), (None, 0), (False, 1)):
-        monkeypatch.setattr(
-            doctor, "diagnose", lambda decode, ok=ok: [doctor.Prerequisite("x", ok, "found", "do this")]
-        )
-        code, out, _ = specnb("check", "--json")
-        assert code == expected and json.loads(out) == [{"name": "x", "ok": ok, "detail": "found", "fix": "do this"}]
-        assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
+@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (None, 0), (False, 1)])
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok, expected):
+    found = doctor.Prerequisite("x", ok, "found", "do this")
+    monkeypatch.setattr(doctor, "diagnose", lambda decode: [found])
+    code, out, _ = specnb("check", "--json")
+    assert code == expected and json.loads(out) == [found._asdict()]
+    assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
 
 
 def test_another_engines_log_is_answered_for_a_machine(specnb):
-    code, out, _ = specnb("results", "--from", "data/logs/sglang.json", "--t8", "1.1", "--json")
-    document = json.loads(out)
-    assert code == 0 and document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
+    words = ("results", "--from", "data/logs/sglang.json", "--t8", "1.1")
+    document = json.loads(specnb(*words, "--json")[1])
+    assert document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
     assert document["advice"][0]["verdict"] == "undecided"
-    shown = specnb("results", "--from", "data/logs/sglang.json", "--t8", "1.1")[1]
-    assert "one request: no verdict" in shown and not {"undecided", "pays"} & set(shown.split())
-    is_mistake(specnb("results", "--from", "data/logs/llama.json"), "totals")
+    assert "one request: no verdict" in specnb(*words)[1]
 
 
 def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb, idle):
@@ -418,12 +349,3 @@ def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_featu
     is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
     words = ("bench", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
     is_mistake(specnb(*words), "heads_checkpoint")
-
-
-@pytest.mark.model
-def test_the_main_promise_in_a_real_process():
-    words = ["--target", "smollm2-135m", "--drafter", "lookup", "--k", "8", "--baseline", "--max-new-tokens", "24"]
-    words = ["generate", *words, "--prompt", "one two three one two three one two", "--json"]
-    document = json.loads(subprocess.check_output([*PROCESS, *words]))
-    assert len(document["generation"]["token_ids"]) > 0
-    assert document["summary"]["identical"] or document["summary"]["fork"]["near_tie"]

@@ -21,12 +21,10 @@ def test_the_summary_equals_one_computed_by_hand():
     s = DONE.summary()
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens, s.accepted_tokens, s.acceptance_rate) == (7, 3, 8, 4, 0.5)
     assert (s.draft_s, s.verify_s, s.rewind_s, s.other_s) == (4.0, 7.0, 1.0, 2.0)
-    assert (s.wall_s, s.prefill_s, DONE.decode_s, s.tau, s.tokens_per_s) == (18.0, 3.0, 15.0, 7 / 3, 6 / 15)
+    assert (DONE.decode_s, s.tau, s.tokens_per_s) == (15.0, 7 / 3, 6 / 15)
     assert s.overhead_share == pytest.approx(1 - 0.9 * 11 / 15)
-    assert (s.stop_reason, s.fallback) == ("length", None)
     # 15 s for the 6 tokens after prefill; 6 plain steps of 4 s take 24 s
     assert s.estimated_speedup is None and DONE.summary(step_s=4.0).estimated_speedup == pytest.approx(24 / 15)
-    assert type(s).model_validate_json(s.model_dump_json()) == s
 
 
 def test_ratios_without_a_denominator_are_none():

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import pandas as pd
 from IPython.display import Markdown
-from jinja2 import StrictUndefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2 import Environment, StrictUndefined
 
 from specnb.book.claims import report
 from specnb.io import project_dir, read_json, read_toml
@@ -179,14 +178,14 @@ def read_fixed() -> Values:
 def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values:
     """Return `names` and, by name, the value of each expression, which may use all names before it.
 
-    Expressions are those of Jinja, in its sandbox: they reach no attribute that begins with an underscore.
+    Expressions are those of Jinja; an unknown name raises UndefinedError.
 
     >>> evaluate({"share": "kept / drafted", "most": "share > 0.5"}, {"kept": 3, "drafted": 4})["most"]
     True
     """
     values = dict(names)
     for name, expression in expressions.items():
-        compiled = _SANDBOX.compile_expression(expression, undefined_to_none=False)
+        compiled = _JINJA.compile_expression(expression, undefined_to_none=False)
         values[name] = compiled(values)
     return values
 
@@ -226,8 +225,8 @@ def _read_claims() -> dict[str, Any]:
     return read_toml(project_dir() / "data" / "claims.toml")
 
 
-_SANDBOX = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-_SANDBOX.globals |= {
+_JINJA = Environment(undefined=StrictUndefined)
+_JINJA.globals |= {
     "missing": MISSING,
     "counted": Estimate.exact,
     "Estimate": Estimate,

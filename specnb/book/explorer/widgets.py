@@ -120,19 +120,12 @@ class Explorer(anywidget.AnyWidget):
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
-        """Return the speed of a live run as a point of the page, and a text with it and its prediction.
-
-        If the prediction fails, the text says why.
-        """
+        """Return the speed of a live run as a point of the page, and a text with it and its prediction."""
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
-        try:
-            here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
-            predicted = self._tables.speedup(here, [g.prompt_id for g in drafted])
-            prediction = f"predicted for the same prompts: {predicted:.2f}"
-        except Exception as error:  # the measured speed is still shown
-            prediction = f"no prediction: {type(error).__name__}: {error}"
+        here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
+        predicted = self._tables.speedup(here, [g.prompt_id for g in drafted])
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         point = {
             "k": setting.k if setting.policy == FIXED else mean_k,
@@ -145,7 +138,7 @@ class Explorer(anywidget.AnyWidget):
         line = (
             f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
         )
-        line += f" on this machine; {prediction}."
+        line += f" on this machine; predicted for the same prompts: {predicted:.2f}."
         if busy:
             line += f" Measured while {BUSY}: run it again."
         return {"outcome": line, "point": plain(point, nan=None)}
