@@ -1,0 +1,50 @@
+"""What the benchmarks share: their arguments and prompts, the rate of a method, and the records they write."""
+
+import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specnb.io import plain, read_json, write_atomic
+from specnb.machine import cpu_facts
+from specnb.prompts import Prompt, digest_prompts, prompts
+from specnb.provenance import provenance
+
+MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
+KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
+"""A row of a record is replaced by a new one with the same values in these fields."""
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+def arguments(description: str, script: str) -> ArgumentParser:
+    """Return a parser with `--out`, the JSON record to write, by default the one next to the script."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    record = Path(script).with_suffix(".json")
+    parser.add_argument("--out", type=Path, default=record, help="the JSON record to write [%(default)s]")
+    return parser
+
+
+def chosen_prompts(content: str, limit: int) -> list[Prompt]:
+    """Return prompts of a content: the package's, then those of `more_prompts.jsonl`."""
+    return [*prompts(content), *prompts(content, source=MORE)][:limit]
+
+
+def write_record(path: Path, document: Mapping[str, Any], chosen: Sequence[Prompt] = ()) -> None:
+    """Write a document with its provenance, which has the digest of the prompts."""
+    facts = provenance(prompts_digest=digest_prompts(chosen) if chosen else None)
+    text = json.dumps(plain(document | {"provenance": facts}, nan=None), indent=1)
+    write_atomic(path, f"{text}\n".encode())
+
+
+def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = ()) -> None:
+    """Add rows to the lists of a record; each row names the CPU that measured it."""
+    cpu = {"cpu": cpu_facts()["model"], "capability": torch.backends.cpu.get_cpu_capability()}
+    document = read_json(path) if path.is_file() else {}
+    for name, rows in lists.items():
+        every = [*document.get(name, ()), *(row | cpu for row in rows)]
+        document[name] = list({tuple(row.get(field) for field in KEY): row for row in every}.values())
+    write_record(path, document, chosen)
