@@ -17,7 +17,7 @@ MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
 KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
 """A row of a record is replaced by a new one with the same values in these fields."""
 
-Rows = Sequence[Mapping[str, Any]]
+Rows = Sequence[dict[str, Any]]
 
 
 def arguments(description: str, script: str) -> ArgumentParser:
@@ -35,16 +35,23 @@ def chosen_prompts(content: str, limit: int) -> list[Prompt]:
 
 def write_record(path: Path, document: Mapping[str, Any], chosen: Sequence[Prompt] = ()) -> None:
     """Write a document with its provenance, which has the digest of the prompts."""
-    facts = provenance(prompts_digest=digest_prompts(chosen) if chosen else None)
-    text = json.dumps(plain(document | {"provenance": facts}, nan=None), indent=1)
-    write_atomic(path, f"{text}\n".encode())
+    _write(path, {**document, "provenance": _facts(chosen)})
 
 
 def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = ()) -> None:
-    """Add rows to the lists of a record; each row names the CPU that measured it."""
+    """Add rows to the lists of a record; each row names its CPU, and the provenance is by CPU."""
     cpu = {"cpu": cpu_facts()["model"], "capability": torch.backends.cpu.get_cpu_capability()}
-    document = read_json(path) if path.is_file() else {}
+    document = read_json(path) if path.is_file() else {"provenance": {}}
     for name, rows in lists.items():
         every = [*document.get(name, ()), *(row | cpu for row in rows)]
         document[name] = list({tuple(row.get(field) for field in KEY): row for row in every}.values())
-    write_record(path, document, chosen)
+    document["provenance"][" ".join(cpu.values())] = _facts(chosen)
+    _write(path, document)
+
+
+def _facts(chosen: Sequence[Prompt]) -> dict[str, Any]:
+    return provenance(prompts_digest=digest_prompts(chosen) if chosen else None)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_atomic(path, f"{json.dumps(plain(document, nan=None), indent=1)}\n".encode())
