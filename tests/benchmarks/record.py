@@ -1,4 +1,4 @@
-"""What the benchmarks share: their arguments and prompts, the rate of a method, and the records they write."""
+"""What the benchmarks share: their arguments, their prompts, and the records they write."""
 
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter

@@ -56,9 +56,9 @@ def drafter_named(name, seed):
     return ModelDrafter(model)
 
 
-def recorded(target, name, seed, n, **sampling):
-    """Return plain output of `n` tokens, and a drafter's recording along it."""
-    ((plain, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n, **sampling)
+def recorded(target, drafter, n, **sampling):
+    """Return plain output of `n` tokens, and the drafter's recording along it."""
+    ((plain, (recording,)),) = record(target, [drafter], [PROMPT], max_new_tokens=n, **sampling)
     return plain, recording
 
 
@@ -71,7 +71,7 @@ def test_greedy_output_equals_plain_decoding_and_a_walk_has_the_live_rounds(name
     """
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
     for n in (1, 2, 60):
-        plain, recording = recorded(target, name, seed, n)
+        plain, recording = recorded(target, drafter_named(name, seed), n)
         for control, make in CONTROLLERS.items():
             controller = make()
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
@@ -100,7 +100,7 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
 
 def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
     target = toy.markov(4, order=2, seed=1)
-    _, recording = recorded(target, "other", 1, 60)
+    _, recording = recorded(target, drafter_named("other", 1), 60)
     control = CONTROLLERS["confidence"]
     live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
     counts = counts_of(recording, walk_recording(recording, control()))
@@ -111,7 +111,7 @@ def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
 @pytest.mark.parametrize("k", [0, 1, 4, 24])
 def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
     target = toy.markov(4, order=2, seed=3)
-    _, recording = recorded(target, "other", 3, 40, temperature=temperature)
+    _, recording = recorded(target, drafter_named("other", 3), 40, temperature=temperature)
     rng = np.random.default_rng(0)
     walks = [counts_of(recording, walk_recording(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
     exact = fixed_k(recording, k)
@@ -142,7 +142,7 @@ class OracleK(Controller):
 @pytest.mark.parametrize("name", ["lookup", "other"])
 def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
-    _, recording = recorded(target, name, 2, 50)
+    _, recording = recorded(target, drafter_named(name, 2), 50)
     plan, seconds = oracle(recording, cost, 24)
     assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
     assert all(fixed_k(recording, k).seconds(cost) >= seconds - 1e-9 for k in range(25))

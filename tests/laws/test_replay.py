@@ -31,7 +31,7 @@ def test_greedy_replay_equals_live_and_has_the_texts_of_the_drafts(name, seed):
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 3 else frozenset())
     target.caps = replace(target.caps, max_width=(4096, 1, 2, 4)[seed % 4])
     for n in (1, 2, 30):
-        _, recording = recorded(target, name, seed, n)
+        _, recording = recorded(target, drafter_named(name, seed), n)
         for k in range(1, 25):
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=k, max_new_tokens=n)
             check_replay(recording, live, k)
@@ -49,7 +49,7 @@ def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
     target = toy.markov(4, order=2, seed=3)
     live, replayed = [], []
     for seed in range(300):
-        _, recording = recorded(target, name, 3, 20, temperature=1.0, seed=10_000 + seed, **cut)
+        _, recording = recorded(target, drafter_named(name, 3), 20, temperature=1.0, seed=10_000 + seed, **cut)
         replayed.append(fixed_k(recording, k).rounds)
         settings = {"max_new_tokens": 20, "temperature": 1.0, "seed": seed, **cut}
         live.append(len(generate(target, PROMPT, drafter=drafter_named(name, 3), k=k, **settings).rounds))
@@ -71,7 +71,7 @@ def rounds_by_hand(recording, k, bonus=1, correction=1):
 def test_planted_off_by_one_errors_are_detected():
     target = toy.markov(4, order=2, seed=1)
     for name, fault in (("same", {"bonus": 0}), ("other", {"correction": 0})):
-        _, recording = recorded(target, name, 1, 30)
+        _, recording = recorded(target, drafter_named(name, 1), 30)
         live = generate(target, PROMPT, drafter=drafter_named(name, 1), k=4, max_new_tokens=30)
         assert rounds_by_hand(recording, 4) == len(live.rounds) != rounds_by_hand(recording, 4, **fault)
 

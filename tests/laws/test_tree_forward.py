@@ -291,10 +291,12 @@ BROKEN = {
 def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, monkeypatch):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
+    model.reset()
     assert probe.probe_trees(model) == ""
     monkeypatch.setattr(*FAULTS[fault])
     wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
     assert wrong > 100 * CLOSE
+    model.reset()
     assert "do not get the logits" in probe.probe_trees(model)
     assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
