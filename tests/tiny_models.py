@@ -134,6 +134,14 @@ def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
     return model
 
 
+def hf_model(kind: str = "llama", *, seed: int = 0, n_ctx: int = 64, config: dict | None = None, **options: object):
+    """`torch_model` in the torch engine."""
+    from specnb.lm.hf.model import HfModel
+
+    net = torch_model(kind, seed=seed, max_position_embeddings=n_ctx, **config or {})
+    return HfModel(net, None, name=kind, n_ctx=n_ctx, **options)
+
+
 def torch_folder(path: Path, kind: str = "llama", **config: object) -> Path:
     """`torch_model` saved as transformers saves it, without a tokenizer."""
     from specnb.lm.hf.files import quiet

@@ -8,7 +8,6 @@ The target is SmolLM2-135M in float16, the draft model its 4-bit copy; copying i
 upstream as its defaults have it. Takes ten minutes on two cores.
 """
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +17,9 @@ import xllamacpp as upstream
 from specnb import generate, load, load_drafter, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
-from specnb.io import plain, write_atomic
 from specnb.lm.files import parse, prepare
 from specnb.measure.bench import Method, Timed, interleaved, tabulate_speeds
-from specnb.prompts import digest_prompts
-from specnb.provenance import provenance
+from tests.benchmarks.record import write_record
 
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
 CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 8, 4, 64, 1024
@@ -84,11 +81,9 @@ def main() -> None:
         runs = list(interleaved(methods, [prompt_ids(target, prompt) for prompt in of]))
         tables.append(compare_pairs(runs, pairs).assign(content=content))
         print(f"{content}\n{tables[-1].round(3).to_string(index=False)}\n", flush=True)
-    facts = provenance(prompts_digest=digest_prompts([prompt for of in chosen.values() for prompt in of]))
-    rows = pd.concat(tables).to_dict("records")
     settings = {"target": TARGET, "draft": DRAFT, "k": K, "match": MATCH, "upstream": upstream.BUILD_INFO}
-    document = settings | {"rows": rows, "provenance": facts}
-    write_atomic(RECORD, json.dumps(plain(document, nan=None), indent=1).encode())
+    every = [prompt for of in chosen.values() for prompt in of]
+    write_record(RECORD, settings | {"rows": pd.concat(tables).to_dict("records")}, every)
 
 
 if __name__ == "__main__":

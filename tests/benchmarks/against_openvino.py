@@ -8,9 +8,8 @@ on each prompt. A speed is (tokens - 1) over the seconds after the first token: 
 `identical` counts lookup texts that equal the same engine's plain text.
 """
 
-import argparse
-import json
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -23,13 +22,10 @@ import pandas as pd
 
 from specnb import generate, load, load_drafter
 from specnb.decode.generate import prompt_ids
-from specnb.io import plain
 from specnb.measure.bench import interval, rate, rate_ratio
-from specnb.provenance import provenance
-from tests.benchmarks.over_fastest import chosen_prompts
+from tests.benchmarks.record import arguments, chosen_prompts, write_record
 
 CONTENTS, KS = ("code", "edit", "json"), (3, 7)
-RECORD = Path(__file__).with_suffix(".json")
 
 
 class Run(NamedTuple):
@@ -58,8 +54,36 @@ def ours(target: object, tokens: int, drafter: object, k: int, ids: list[int]) -
     return Run(done.token_ids, done.n_decoded, done.decode_s)
 
 
+def in_turn(methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence[list[int]]) -> dict[str, list[Run]]:
+    """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
+    for run in methods.values():
+        run(prompts[0])
+    names, runs = list(methods), defaultdict(list)
+    for at, ids in enumerate(prompts):
+        turn = at % len(names)
+        for name in names[turn:] + names[:turn]:
+            runs[name].append(methods[name](ids))
+    return runs
+
+
+def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, object]]:
+    """Return a row a method: its rate, and the ratio to OpenVINO's plain decoding or its fastest lookup."""
+    pairs = {name: np.array([(run.n_decoded, run.decode_s) for run in of]) for name, of in runs.items()}
+    fastest = max((f"openvino lookup K={k}" for k in KS), key=lambda name: rate(pairs[name]))
+    rows = []
+    for name, of in runs.items():
+        against = "openvino plain" if "plain" in name else fastest
+        value = interval(np.hstack([pairs[name], pairs[against]]), rate_ratio)
+        texts = runs[f"{name.split()[0]} plain"]
+        same = sum(a.token_ids == b.token_ids for a, b in zip(of, texts, strict=True))
+        row = {"content": content, "method": name, "tokens_per_s": rate(pairs[name]), "over": against}
+        row |= {"ratio": value.value, "low": value.low, "high": value.high}
+        rows.append(row | {"identical": same, "n_prompts": len(of)})
+    return rows
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each content")
     parser.add_argument("--tokens", type=int, default=80)
@@ -78,35 +102,11 @@ def main() -> None:
             methods[f"openvino lookup K={k}"] = partial(theirs, lookup_pipeline, given.tokens, k)
             methods[f"ours lookup K={k}"] = partial(ours, target, given.tokens, drafter, k)
         for content in CONTENTS:
-            runs = defaultdict(list)
-            for at, prompt in enumerate(chosen_prompts(content, given.prompts)):
-                ids = prompt_ids(target, prompt)
-                names = [*methods][at % len(methods) :] + [*methods][: at % len(methods)]
-                for name in names if at else [*names, *names]:  # the first prompt warms up
-                    runs[name].append(methods[name](list(ids)))
-                if not at:
-                    runs = defaultdict(list, {name: of[-1:] for name, of in runs.items()})
-            best = max((f"openvino lookup K={k}" for k in KS), key=lambda name: speed(runs[name]))
-            for name, of in runs.items():
-                against = "openvino plain" if "plain" in name else best
-                pairs = [
-                    (a.n_decoded, a.decode_s, b.n_decoded, b.decode_s) for a, b in zip(of, runs[against], strict=True)
-                ]
-                value = interval(pairs, rate_ratio)
-                texts = runs[f"{name.split()[0]} plain"]
-                same = sum(a.token_ids == b.token_ids for a, b in zip(of, texts, strict=True))
-                rows.append({
-                    "content": content, "method": name, "tokens_per_s": speed(of), "over": against,
-                    "ratio": value.value, "low": value.low, "high": value.high, "identical": same, "n_prompts": len(of),
-                })  # fmt: skip
+            prompts = [list(prompt_ids(target, prompt)) for prompt in chosen_prompts(content, given.prompts)]
+            rows += speed_rows(in_turn(methods, prompts), content)
             print(pd.DataFrame(rows[-len(methods) :]).round(2).to_string(index=False), flush=True)
     facts = {"file": given.file.name, "openvino_genai": openvino_genai.__version__, "tokens": given.tokens}
-    document = plain(facts | {"rows": rows, "provenance": provenance()}, nan=None)
-    RECORD.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
-
-
-def speed(runs: list[Run]) -> float:
-    return rate(np.array([(run.n_decoded, run.decode_s) for run in runs]))
+    write_record(given.out, facts | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """Tokens a second beside transformers' `generate`: same weights, dtype, prompts, threads, in one process.
 
-    python tests/benchmarks/against_transformers.py --dtype bfloat16
+    python -m tests.benchmarks.against_transformers --dtype bfloat16
 
 Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with an interval
-over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32.
+over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32. The record of
+another type than float32 has its name.
 """
 
-import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,13 +15,12 @@ from transformers import AutoModelForCausalLM
 from specnb import compare, generate, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
-from specnb.io import plain
 from specnb.lm.files import zoo_file
 from specnb.lm.hf.files import dequantize_once
 from specnb.lm.load import load
 from specnb.measure.bench import interleaved, tabulate_speeds
-from specnb.prompts import Prompt, digest_prompts
-from specnb.provenance import provenance
+from specnb.prompts import Prompt
+from tests.benchmarks.record import arguments, write_record
 
 PLAIN, K, TOKENS = "transformers generate", 8, 48
 
@@ -52,10 +49,9 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--limit", type=int, help="prompts a category, of code, edit and prose [all]")
-    parser.add_argument("--out", type=Path, help="a .json file for the tables and what they were measured with")
     given = parser.parse_args()
 
     chosen = [p for category in ("code", "edit", "prose") for p in prompts(category, limit=given.limit)]
@@ -69,14 +65,9 @@ def main() -> None:
         frames["where both lookups write the same text"] = tabulate_speeds(same, baseline=next(iter(lookups)))
     for name, frame in frames.items():
         print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
-    if given.out:
-        tables = {name: frame.to_dict("records") for name, frame in frames.items()}
-        document = {
-            "dtype": given.dtype,
-            "tables": tables,
-            "provenance": provenance(prompts_digest=digest_prompts(chosen)),
-        }
-        given.out.write_text(f"{json.dumps(plain(document, nan=None), indent=1)}\n", encoding="utf-8")
+    tables = {name: frame.to_dict("records") for name, frame in frames.items()}
+    out = given.out if given.dtype == "float32" else given.out.with_stem(f"{given.out.stem}_{given.dtype}")
+    write_record(out, {"dtype": given.dtype, "tables": tables}, chosen)
 
 
 if __name__ == "__main__":

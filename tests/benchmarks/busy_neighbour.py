@@ -1,26 +1,22 @@
 """Speed next to busy processes over free speed, in both engines, alternating on each prompt.
 
-    python tests/benchmarks/busy_neighbour.py --out tests/benchmarks/busy_neighbour.json
+    python -m tests.benchmarks.busy_neighbour
 
 Threads follow the free cores by default; `--threads N` fixes their number. With `GOMP_SPINCOUNT=300000` (the default
 of libgomp) in the environment, waiting threads spin for longer; with `OMP_WAIT_POLICY=passive` they do not spin.
 """
 
-import argparse
-import json
 import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 from specnb import generate, load
-from specnb.io import plain
 from specnb.lm.base import LanguageModel
 from specnb.machine import LOOK_S, Neighbours
 from specnb.measure.bench import interval, rate_ratio
 from specnb.prompts import prompts
-from specnb.provenance import provenance
+from tests.benchmarks.record import arguments, write_record
 
 SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
 TARGETS = ("smollm2-135m", "smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=bfloat16")
@@ -52,11 +48,10 @@ def speeds(target: LanguageModel, n_busy: int, n_prompts: int) -> dict[str, list
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     for name, usual in {"neighbours": 1, "threads": 0, "prompts": 8}.items():
         parser.add_argument(f"--{name}", type=int, default=usual)
     parser.add_argument("--targets", nargs="+", default=TARGETS)
-    parser.add_argument("--out", type=Path, help="a .json file for the table and what it was measured with")
     given = parser.parse_args()
 
     table = []
@@ -72,9 +67,7 @@ def main() -> None:
             })  # fmt: skip
             print(f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) of {free:.1f} tokens/s")
         target.close()
-    if given.out:
-        document = plain({"neighbours": given.neighbours, "rows": table, "provenance": provenance()}, nan=None)
-        given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    write_record(given.out, {"neighbours": given.neighbours, "rows": table})
 
 
 if __name__ == "__main__":

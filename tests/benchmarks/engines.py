@@ -7,23 +7,18 @@ Ratios are over T(1) of llama.cpp at its fastest (exact=false) on the same file.
 tokens a forward pass gives each the bits of a single step. Takes two minutes on two cores.
 """
 
-import argparse
-import json
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
 import pandas as pd
-import torch
 
 from specnb import load
-from specnb.io import plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids
-from specnb.provenance import provenance
+from tests.benchmarks.record import add_rows, arguments
 
 WIDTHS, PAST = (1, 2, 3, 4, 5, 8, 9, 16, 17), 256
-RECORD = Path(__file__).with_suffix(".json")
 REFERENCE = "llama.cpp, fastest"
 
 
@@ -64,22 +59,15 @@ def rows_of(target: str, types: list[str], repeats: int) -> list[dict[str, objec
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("--targets", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--types", nargs="+", default=["int4", "bfloat16", "float32"])
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=RECORD, help="a .json file, to whose rows these are added")
     given = parser.parse_args()
 
     rows = [row for target in given.targets for row in rows_of(target, given.types, given.repeats)]
-    for row in rows:
-        row["capability"] = torch.backends.cpu.get_cpu_capability()
     print(pd.DataFrame(rows).round(2).to_string(index=False))
-    before = json.loads(given.out.read_text(encoding="utf-8"))["rows"] if given.out.is_file() else []
-    made = {(row["target"], row["capability"]) for row in rows}
-    others = [row for row in before if (row.get("target"), row.get("capability")) not in made]
-    document = plain({"rows": others + rows, "provenance": provenance()}, nan=None)
-    given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    add_rows(given.out, {"rows": rows})
 
 
 if __name__ == "__main__":

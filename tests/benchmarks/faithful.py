@@ -7,7 +7,6 @@ The reference dequantizes the file to float32, in torch. Texts are held out: pas
 here was trained on by us, and the prompts of the package. KL is in nats a token, KL(reference || engine).
 """
 
-import argparse
 import json
 from contextlib import closing
 from pathlib import Path
@@ -17,13 +16,12 @@ import pandas as pd
 import torch
 
 from specnb import load
-from specnb.io import plain, project_dir
+from specnb.io import project_dir
 from specnb.lm.base import LanguageModel
-from specnb.provenance import provenance
+from tests.benchmarks.record import add_rows, arguments
 
 WINDOW, PIECE = 256, 32
 """Tokens of a text, which starts from an empty state, and of a forward pass."""
-RECORD = Path(__file__).with_suffix(".json")
 
 
 def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
@@ -52,10 +50,9 @@ def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.nd
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--out", type=Path, default=RECORD, help="a .json file, to whose rows these are added")
     given = parser.parse_args()
 
     engines = {
@@ -79,10 +76,7 @@ def main() -> None:
             "kl_median": np.median(kl), "same_top_token": agree.mean(),
         })  # fmt: skip
         print(pd.DataFrame(rows[-1:]).to_string(index=False, header=len(rows) == 1), flush=True)
-    before = json.loads(given.out.read_text(encoding="utf-8"))["rows"] if given.out.is_file() else []
-    others = [row for row in before if row["target"] != rows[0]["target"]]
-    document = plain({"rows": others + rows, "provenance": provenance()}, nan=None)
-    given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    add_rows(given.out, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How often speculative greedy text diverges from plain greedy text, counted token by token.
 
-    python tests/benchmarks/forks.py --models smollm2-135m "smollm2-135m:f16?exact=true" --tokens 2000 --threads 1,2,3
-    python tests/benchmarks/forks.py --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra --tokens 7000 \
+    python -m tests.benchmarks.forks --models smollm2-135m "smollm2-135m:f16?exact=true" --tokens 2000 --threads 1,2,3
+    python -m tests.benchmarks.forks --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra --tokens 7000 \
         --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
 
 `--tokens` speculative tokens for each model and number of threads: lookup and a draft model with K = 1 to 16 in turn,
@@ -10,13 +10,10 @@ tokens. A round of K draft tokens is a forward pass over K + 1 tokens: up to `sa
 diverge. 2,000 tokens take about two minutes on two cores.
 """
 
-import argparse
-import json
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from itertools import count, cycle
-from pathlib import Path
 from typing import Any
 
 from specnb import generate, load, prompts
@@ -24,9 +21,8 @@ from specnb.decode.generate import prompt_ids
 from specnb.draft.load import load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.io import plain
 from specnb.lm.base import LanguageModel
-from specnb.provenance import provenance
+from tests.benchmarks.record import add_rows, arguments
 
 LONG, WIDEST_K, NEW_TOKENS = 520, 16, 64
 
@@ -66,13 +62,12 @@ def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: in
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--draft", default="smollm2-135m:q4_0")
     parser.add_argument("--heads", default="", help="trained heads that draft, too: hydra or medusa")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2])
-    parser.add_argument("--out", type=Path, help="a .json file for the rows and what they were counted with")
     given = parser.parse_args()
 
     runs = []
@@ -88,9 +83,7 @@ def main() -> None:
                     forks, kind = sum(row["fork"] is not None for row in of), "certified" if promised else "other"
                     counted = f"{forks} forks in {len(of)} {kind} texts of {sum(row['tokens'] for row in of)} tokens"
                     print(f"{model.name}: {counted}" + f"; {certificate}" * promised, flush=True)
-    if given.out:
-        document = plain({"runs": runs, "provenance": provenance()}, nan=None)
-        given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    add_rows(given.out, {"runs": runs})
 
 
 if __name__ == "__main__":

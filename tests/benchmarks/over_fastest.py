@@ -10,27 +10,23 @@ method in turn. Speeds are tokens a second after prefill; an answer ends, in all
 decodings on that content. Prompts are the package's, and `more_prompts.jsonl`.
 """
 
-import argparse
-import json
 from collections import defaultdict
 from contextlib import closing
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 
-from specnb import generate, load, load_drafter, prompts
-from specnb.io import plain
-from specnb.measure.bench import Timed, interleaved, interval, rate, rate_ratio
+from specnb import generate, load, load_drafter
+from specnb.draft.base import Drafter
+from specnb.measure.bench import Method, Timed, interleaved, interval, rate, rate_ratio
 from specnb.measure.cost import verify_costs
-from specnb.prompts import CATEGORIES, Prompt, digest_prompts
-from specnb.provenance import provenance
+from specnb.prompts import CATEGORIES
 from specnb.records import pool_rounds
+from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
 LLAMA, TORCH = "llama.cpp", "torch int4"
-RECORD = Path(__file__).with_suffix(".json")
-MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
 PLAN = [
     "edit=lookup:3,auto",
     "code=hydra:3,hydra:tree,auto",
@@ -41,89 +37,73 @@ PLAN = [
 ]
 
 
-def chosen_prompts(content: str, limit: int) -> list[Prompt]:
-    return [*prompts(content), *prompts(content, source=MORE)][:limit]
-
-
 def speed_rows(runs: list[Timed], content: str) -> list[dict[str, object]]:
     """Return a row a method: its rate and both ratios, with 95 % intervals over prompts."""
-    by_method = defaultdict(dict)
+    every = defaultdict(dict)
     for run in runs:
-        by_method[run.method][run.prompt] = run.generation
-    pairs = {method: {at: g.before_loop() for at, g in of.items()} for method, of in by_method.items()}
-    used = [at for at in pairs[TORCH] if all(of[at][0] > 0 for of in pairs.values())]
-    fastest = max((LLAMA, TORCH), key=lambda method: tokens_per_s([pairs[method][at] for at in used]))
+        every[run.method][run.prompt] = run.generation
+    # A prompt is used if every method wrote a token before its answer began to loop.
+    used = [at for at in every[TORCH] if all(of[at].before_loop()[0] > 0 for of in every.values())]
+    texts = {method: [of[at] for at in used] for method, of in every.items()}
+    pairs = {method: np.array([text.before_loop() for text in of]) for method, of in texts.items()}
+    fastest = max((LLAMA, TORCH), key=lambda method: rate(pairs[method]))
     rows = []
-    for method, of in pairs.items():
-        row = {"content": content, "method": method, "tokens_per_s": tokens_per_s([of[at] for at in used])}
+    for method, of in texts.items():
+        row = {"content": content, "method": method, "tokens_per_s": rate(pairs[method])}
         for name, baseline in (("speedup", TORCH), ("over_fastest", fastest)):
-            value = interval([(*of[at], *pairs[baseline][at]) for at in used], rate_ratio)
+            value = interval(np.hstack([pairs[method], pairs[baseline]]), rate_ratio)
             row |= {name: value.value, f"{name}_low": value.low, f"{name}_high": value.high}
-        texts = by_method[method]
-        same = sum(texts[at].token_ids == by_method[TORCH][at].token_ids for at in used)
-        row |= {"baseline": fastest, "tau": pool_rounds([texts[at] for at in used])["tau"], "identical": same}
-        rows.append(row | {"n_prompts": len(used), "tokens": sum(of[at][0] for at in used)})
+        same = sum(a.token_ids == b.token_ids for a, b in zip(of, texts[TORCH], strict=True))
+        row |= {"baseline": fastest, "tau": pool_rounds(of)["tau"], "identical": same}
+        rows.append(row | {"n_prompts": len(of), "tokens": int(pairs[method][:, 0].sum())})
     return rows
 
 
-def tokens_per_s(pairs: list[tuple[int, float]]) -> float:
-    return rate(np.array(pairs))
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = arguments(__doc__, __file__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", default="")
     parser.add_argument("--plan", nargs="+", default=PLAN, help="content=drafter:K,…; DRAFT is the draft model")
     parser.add_argument("--prompts", type=int, default=15, help="prompts of each content")
     parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--out", type=Path, default=RECORD, help="a .json file, to whose rows these are added")
     given = parser.parse_args()
 
-    rows, runs_of, used = [], {}, []
+    plan = {content: specs.split(",") for content, specs in (part.split("=", 1) for part in given.plan)}
+    rows, pooled, used = [], [], []
     with (
         closing(load(f"{given.target}?exact=false")) as llama,
         closing(load(f"{given.target}?backend=hf&dtype=int4")) as target,
     ):
-        settings = {"max_new_tokens": given.tokens}
-        drafters = {}
+        run = partial(generate, max_new_tokens=given.tokens)
 
-        def method(text: str) -> partial:
-            name, _, k = text.partition(":")
+        @cache
+        def opened(spec: str) -> Drafter:
+            name, _, k = spec.partition(":")
             options = {"tree": "auto"} if k == "tree" else {}
-            if text not in drafters:
-                drafters[text] = load_drafter(given.draft if name == "DRAFT" else name, target, strict=True, **options)
-            k = {"k": int(k)} if k.isdecimal() else {}
-            return partial(generate, target, drafter=drafters[text].drafter, **k, **settings)
+            return load_drafter(given.draft if name == "DRAFT" else name, target, strict=True, **options).drafter
 
-        for content, _, names in (part.partition("=") for part in given.plan):
-            methods = {LLAMA: partial(generate, llama, **settings), TORCH: partial(generate, target, **settings)}
-            methods |= {text: method(text) for text in names.split(",")}
+        def drafting(spec: str) -> Method:
+            k = spec.partition(":")[2]
+            return partial(run, target, drafter=opened(spec), k=int(k) if k.isdecimal() else None)
+
+        for content, specs in plan.items():
+            methods = {LLAMA: partial(run, llama), TORCH: partial(run, target)}
+            methods |= {spec: drafting(spec) for spec in specs}
             chosen = chosen_prompts(content, given.prompts)
-            runs_of[content] = list(interleaved(methods, chosen))
+            runs = list(interleaved(methods, chosen))
             used += chosen
-            rows += speed_rows(runs_of[content], content)
-            shown = [row for row in rows if row["content"] == content]
-            print(pd.DataFrame(shown).round(2).to_string(index=False), flush=True)
-        if all("auto" in part for part in given.plan) and len(runs_of) == len(CATEGORIES):
-            every = [
-                run._replace(prompt=(content, run.prompt))
-                for content, runs in runs_of.items()
-                for run in runs
-                if run.method in (LLAMA, TORCH, "auto")
-            ]
-            rows += speed_rows(every, "all")
+            pooled += [r._replace(prompt=(content, r.prompt)) for r in runs if r.method in (LLAMA, TORCH, "auto")]
+            rows += speed_rows(runs, content)
+            print(pd.DataFrame(rows[-len(methods) :]).round(2).to_string(index=False), flush=True)
+        if plan.keys() == set(CATEGORIES) and all("auto" in specs for specs in plan.values()):
+            rows += speed_rows(pooled, "all")
             print(pd.DataFrame(rows[-3:]).round(2).to_string(index=False), flush=True)
-        curve, c = verify_costs(target, [loaded.drafter for loaded in drafters.values()], 8)
+        curve, c = verify_costs(target, [opened(spec) for specs in plan.values() for spec in specs], 8)
     ratios = {str(n): curve.ratio(n) for n in curve.widths}
     print("T(n)/T(1)", {n: round(ratio, 2) for n, ratio in ratios.items()}, "c", c)
-    name = Path(given.target).name
-    before = json.loads(given.out.read_text(encoding="utf-8"))["targets"] if given.out.is_file() else {}
-    of_target = {"rows": rows, "T(n)/T(1)": ratios, "T(1) s": curve.seconds(1)}
-    of_target["c"] = {Path(drafter).name: cost for drafter, cost in c.items()}
-    of_target["provenance"] = provenance(prompts_digest=digest_prompts(used))
-    document = plain({"targets": before | {name: of_target}}, nan=None)
-    given.out.write_text(f"{json.dumps(document, indent=1)}\n", encoding="utf-8")
+    name = {"target": Path(given.target).name}
+    costs = {"T(n)/T(1)": ratios, "T(1) s": curve.seconds(1), "c": {Path(of).name: cost for of, cost in c.items()}}
+    add_rows(given.out, {"rows": [name | row for row in rows], "costs": [name | costs]}, used)
 
 
 if __name__ == "__main__":

@@ -6,15 +6,13 @@ For each pair: bytes of both files, T(1) of the target, c, T(5)/T(1), and each K
 weights in turn, with the accepted share that it has and the one that it would need.
 """
 
-import json
 from pathlib import Path
 
 from specnb.draft.load import open_pair
-from specnb.io import write_atomic
 from specnb.lm.files import zoo_file
 from specnb.measure.bench import time_pair
 from specnb.prompts import prompts
-from specnb.provenance import provenance
+from tests.benchmarks.record import write_record
 
 PAIRS = (("q8_0", "q4_0"), ("q6_k", "q4_0"), ("q4_0", "q2_k"))
 CONTENTS, N_PROMPTS, N_TOKENS, KS = ("code", "edit", "prose"), 2, 48, (2, 4, 8)
@@ -40,8 +38,7 @@ def main() -> None:
     for row in rows:
         ends = f"{row['speedup_same_engine']:.2f} of plain here"
         print(row["target"], row["draft"], f"c {row['c']:.2f} T(5)/T(1) {row['at5']:.2f}", row["method"], ends)
-    facts = provenance(models=[{"id": f"smollm2-135m:{kind}"} for kind in {k for pair in PAIRS for k in pair}])
-    write_atomic(RECORD, json.dumps({"cpu": facts["cpu"], "rows": rows}, indent=1).encode())
+    write_record(RECORD, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,17 +8,16 @@ and what it took are both without the prompt. Fetches 1.6 GB from a hub, and wan
 """
 
 import argparse
-import json
 
 import pandas as pd
 
 from specnb.book import tables
-from specnb.io import plain, project_dir, write_atomic
+from specnb.io import project_dir, read_json
 from specnb.measure import ksweep
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import ProgressBar
 from specnb.params import KSweepParams
-from specnb.provenance import provenance
+from tests.benchmarks.record import write_record
 
 TARGET, DRAFT = "qwen2.5-coder-1.5b", "qwen2.5-coder-0.5b"
 SETTINGS = {
@@ -59,11 +58,9 @@ def main() -> None:
     parser.add_argument("settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     for setting in parser.parse_args().settings:
         names = dict(zip(("target", "draft"), SETTINGS[setting], strict=True))
-        rows = plain(measure(*names.values()).assign(setting=setting, **names).to_dict("records"), nan=None)
-        older = json.loads(RECORD.read_text())["rows"] if RECORD.exists() else []
-        rows = [row for row in older if row["setting"] != setting] + rows
-        facts = provenance(models=[{"id": name} for pair in SETTINGS.values() for name in pair])
-        write_atomic(RECORD, json.dumps({"provenance": facts, "rows": rows}, indent=1).encode())
+        rows = measure(*names.values()).assign(setting=setting, **names).to_dict("records")
+        others = [row for row in read_json(RECORD)["rows"] if row["setting"] != setting]
+        write_record(RECORD, {"rows": others + rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from specnb.decode.control import (
 )
 from specnb.decode.costaware import CostAware
 from specnb.decode.generate import generate
-from specnb.decode.sampling import Sampling
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
@@ -26,8 +25,7 @@ from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import record
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, fixed_k, oracle, walk_recording
-from tests.laws.enumerate import total_variation
-from tests.laws.test_distribution import loop_law
+from tests.laws.test_distribution import ONE, draft_model, off_by
 
 PROMPT = [0, 1, 2, 0, 1]
 CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
@@ -58,8 +56,9 @@ def drafter_named(name, seed):
     return ModelDrafter(model)
 
 
-def recorded(target, name, seed, n):
-    ((plain, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], max_new_tokens=n)
+def recorded(target, drafter, n, **sampling):
+    """Return plain output of `n` tokens, and the drafter's recording along it."""
+    ((plain, (recording,)),) = record(target, [drafter], [PROMPT], max_new_tokens=n, **sampling)
     return plain, recording
 
 
@@ -72,7 +71,7 @@ def test_greedy_output_equals_plain_decoding_and_a_walk_has_the_live_rounds(name
     """
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
     for n in (1, 2, 60):
-        plain, recording = recorded(target, name, seed, n)
+        plain, recording = recorded(target, drafter_named(name, seed), n)
         for control, make in CONTROLLERS.items():
             controller = make()
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
@@ -95,15 +94,13 @@ WAYS = [("token", "model"), ("block", "model"), ("token", "lookup")]
     ],
 )
 def test_sampled_output_has_the_targets_distribution(control, rule, name):
-    target, sampling = toy.markov(3, order=1, seed=4), Sampling(1.0, rule=rule)
-    drafter = LookupDrafter() if name == "lookup" else ModelDrafter(toy.markov(3, order=1, seed=7))
-    law = loop_law(target, drafter, sampling, 4, CONTROLLERS[control], PROMPT[:2])
-    assert total_variation(law, loop_law(target, None, sampling, 4, prompt=PROMPT[:2])) < 1e-9
+    drafter = LookupDrafter() if name == "lookup" else draft_model(7)
+    assert off_by(toy.markov(3, seed=4), drafter, ONE, 4, CONTROLLERS[control], rule, PROMPT[:2]) < 1e-9
 
 
 def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
     target = toy.markov(4, order=2, seed=1)
-    _, recording = recorded(target, "other", 1, 60)
+    _, recording = recorded(target, drafter_named("other", 1), 60)
     control = CONTROLLERS["confidence"]
     live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
     counts = counts_of(recording, walk_recording(recording, control()))
@@ -114,18 +111,16 @@ def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
 @pytest.mark.parametrize("k", [0, 1, 4, 24])
 def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
     target = toy.markov(4, order=2, seed=3)
-    ((_, (recording,)),) = record(
-        target, [drafter_named("other", 3)], [PROMPT], max_new_tokens=40, temperature=temperature
-    )
+    _, recording = recorded(target, drafter_named("other", 3), 40, temperature=temperature)
     rng = np.random.default_rng(0)
     walks = [counts_of(recording, walk_recording(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
     exact = fixed_k(recording, k)
-    for field in ("rounds", "drafted", "accepted", "steps"):
-        values = np.array([getattr(w, field) for w in walks], dtype=float)
-        assert abs(values.mean() - getattr(exact, field)) <= 3.3 * values.std() / np.sqrt(len(values)) + 1e-9, field
-    seconds = [w.seconds(Cost(CURVE, 0.2)) for w in walks]
-    expected = exact.seconds(Cost(CURVE, 0.2))
-    assert abs(np.mean(seconds) - expected) <= 3.3 * np.std(seconds) / np.sqrt(len(seconds)) + 1e-9
+
+    def facts(counts):
+        return counts.rounds, counts.drafted, counts.accepted, counts.steps, counts.seconds(Cost(CURVE, 0.2))
+
+    values = np.array([facts(walk) for walk in walks], dtype=float)
+    assert (abs(values.mean(0) - facts(exact)) <= 3.3 * values.std(0) / np.sqrt(len(values)) + 1e-9).all()
 
 
 class OracleK(Controller):
@@ -147,7 +142,7 @@ class OracleK(Controller):
 @pytest.mark.parametrize("name", ["lookup", "other"])
 def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
-    ((_, (recording,)),) = record(target, [drafter_named(name, 2)], [PROMPT], max_new_tokens=50)
+    _, recording = recorded(target, drafter_named(name, 2), 50)
     plan, seconds = oracle(recording, cost, 24)
     assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
     assert all(fixed_k(recording, k).seconds(cost) >= seconds - 1e-9 for k in range(25))
@@ -155,29 +150,23 @@ def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
     assert len(live.rounds) == len(walk_recording(recording, OracleK(plan)))
 
 
-def test_a_recording_is_restored_from_its_file(tmp_path):
-    target = toy.markov(4, order=2, seed=1)
-    made = []
+def test_a_recording_is_restored_from_its_file_and_from_older_ones(tmp_path):
+    target, file, made = toy.markov(4, order=2, seed=1), tmp_path / "t.parquet", []
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
         for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9):
             made += recordings
     trace = Trace(tuple(made))
-    trace.save(tmp_path / "t.parquet")
-    assert Trace.load(tmp_path / "t.parquet") == trace
-    pq.write_table(pq.read_table(tmp_path / "t.parquet").drop_columns("drafts"), tmp_path / "old.parquet")
-    assert Trace.load(tmp_path / "old.parquet").recordings == tuple(r._replace(drafts=()) for r in made)
-    assert len(trace.select(temperature=0.7).recordings) == 4
-
-
-def test_a_file_with_entropies_and_rows_after_wrong_drafts_is_read(tmp_path):
-    _, recording = recorded(toy.markov(4, order=2, seed=1), "other", 1, 9)
-    Trace((recording,)).save(tmp_path / "t.parquet")
-    table = pq.read_table(tmp_path / "t.parquet")
-    old = [[top, 1.0] for top in recording.beliefs]
-    table = table.set_column(table.column_names.index("beliefs"), "beliefs", [[old]]).append_column("astray", [[[]]])
-    pq.write_table(table, tmp_path / "old.parquet")
-    assert Trace.load(tmp_path / "old.parquet").recordings == (recording,)
+    trace.save(file)
+    assert Trace.load(file) == trace and len(trace.select(temperature=0.7).recordings) == 4
+    table = pq.read_table(file)
+    pq.write_table(table.drop_columns("drafts"), file)
+    assert Trace.load(file).recordings == tuple(r._replace(drafts=()) for r in made)
+    # entropies next to confidences, and rows after wrong drafts
+    beliefs = [[[top, 1.0] for top in r.beliefs] for r in made]
+    table = table.set_column(table.column_names.index("beliefs"), "beliefs", [beliefs])
+    pq.write_table(table.append_column("astray", [[[]] * len(made)]), file)
+    assert Trace.load(file) == trace
 
 
 def test_confidence_is_the_largest_probability_of_the_softmax():

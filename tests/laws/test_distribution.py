@@ -22,10 +22,10 @@ ONE = Sampling(temperature=1.0)
 SETTINGS = [ONE, Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=2), Sampling(temperature=1.0, top_p=0.8)]
 
 
-def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT):
+def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT, **options):
     """Return the rounds of the shipped loop with the draws of `draws`; plain without a drafter."""
     after_prompt = loop.prefill(target, prompt, drafter)
-    common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)}
+    common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)} | options
     if drafter is None:
         return loop.autoregressive(target, prompt, after_prompt, **common)
     return loop.speculative(target, drafter, prompt, after_prompt, control=control, **common)
@@ -58,8 +58,9 @@ def closed_form_law(target, sampling, n, prompt=PROMPT):
 
 
 def off_by(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
-    """Return the total variation distance between the loop and the closed form."""
-    law = loop_law(target, drafter, replace(sampling, rule=rule), n, lambda: FixedK(k), prompt)
+    """Return the total variation distance between the loop and the closed form; `k` may create a controller."""
+    control = k if callable(k) else lambda: FixedK(k)
+    law = loop_law(target, drafter, replace(sampling, rule=rule), n, control, prompt)
     return total_variation(law, closed_form_law(target, sampling, n, prompt))
 
 
@@ -207,8 +208,7 @@ def test_dropped_draft_tokens_do_not_change_the_law(temperature):
 
     def program(draws):
         stopping = Stopping(StopRules(4), target.vocab)
-        options = {"control": FixedK(2), "chooser": Chooser(sampling, draws), "stopping": stopping, "strict": False}
-        rounds = loop.speculative(target, drafter, PROMPT, loop.prefill(target, PROMPT, drafter), **options)
+        rounds = rounds_of(target, drafter, sampling, 4, FixedK(2), draws, stopping=stopping, strict=False)
         tokens = tuple(t for r in rounds for t in r.committed_ids)
         reasons.add(stopping.drafting_failed)
         return tokens

@@ -1,6 +1,7 @@
 """The law of greedy decoding on closed-form models: speculative output equals plain output, token for token."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -110,14 +111,7 @@ def test_each_draft_token_depends_on_the_earlier_ones():
 
     class SameInput(ModelDrafter):
         def propose(self, tokens, k, picker):
-            ids = []
-            for _ in range(k):
-                self.model.reset()
-                ids.append(picker.pick(self.model.forward(tokens[:], n_logits=1)[0])[0])
-            return Proposal(tuple(ids))
-
-        def commit(self, tokens):
-            self.model.reset()
+            return Proposal(super().propose(tokens, 1, picker).ids * k)
 
     def first_round(drafter):
         return generate(toy.cyclic(7), [0, 1], drafter=drafter, k=4, max_new_tokens=20).rounds[0]
@@ -127,50 +121,48 @@ def test_each_draft_token_depends_on_the_earlier_ones():
     assert wrong.draft_ids == (2, 2, 2, 2) and wrong.n_accepted == 1
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("drafter", [None, LookupDrafter()])
-def test_bad_logits_stop_the_run_with_their_position(bad, temperature, drafter):
-    """A softmax that turns NaN into a uniform row would continue with random text."""
+# --- logits that are not finite -----------------------------------------------------------------
+
+
+def bad_after(n, bad=np.nan, name="draft"):
+    """Return a model that counts, whose logits are bad from `n` tokens on."""
+    rows = toy.cyclic(5)._logits_of
 
     def logits_of(prefix):
-        row = np.zeros(4)
-        row[(prefix[-1] + 1) % 4] = 4.0
-        if len(prefix) >= 6:
+        row = rows(prefix)
+        if len(prefix) >= n:
             row[2] = bad
         return row
 
-    target = toy.ToyLM(logits_of, toy.letters(4))
-    with pytest.raises(NonFiniteLogits, match=r"after 6 tokens.*logits_of"):
-        generate(target, [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
+    return toy.ToyLM(logits_of, toy.letters(5), name=name)
 
 
-def test_bad_logits_of_the_draft_model_are_reported():
-    def broken(prefix):
-        return np.full(5, np.nan)
-
-    drafter = ModelDrafter(toy.ToyLM(broken, toy.letters(5)))
-    with pytest.raises(NonFiniteLogits, match="while drafting"):
-        generate(toy.cyclic(5), [0], drafter=drafter, k=2, strict=True)
+BAD = pytest.mark.parametrize("bad", [np.nan, np.inf])
+HOT = pytest.mark.parametrize("temperature", [0.0, 0.8])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@BAD
+@HOT
+@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(bad_after(0))], ids=["plain", "lookup", "bad"])
+def test_bad_logits_stop_the_run_with_their_position(bad, temperature, drafter):
+    """A softmax that turns NaN into a uniform row would continue with random text.
+
+    The run stops also after drafting has ended.
+    """
+    with pytest.raises(NonFiniteLogits, match=r"target, after 6 tokens.*logits_of"):
+        generate(bad_after(6, bad, "target"), [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
+
+
+@BAD
+@HOT
 def test_bad_logits_of_the_draft_model_end_drafting_and_do_not_change_the_text(bad, temperature):
     """Draft tokens before the first bad row are verified: dropping them would bias the output."""
-    fed = []
-
-    def logits_of(prefix):
-        row = 4.0 * np.eye(5)[(prefix[-1] + 1) % 5]
-        if len(prefix) >= 9:
-            row[2] = bad
-        return row
-
-    draft, target = toy.ToyLM(logits_of, toy.letters(5), name="draft"), toy.cyclic(5)
+    draft, fed = bad_after(9, bad), []
     draft.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
-    settings = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
-    made = generate(target, [0, 1, 2], drafter=ModelDrafter(draft), k=3, **settings)
-    assert "draft" in made.fallback and "layer 7" in made.fallback and "while drafting" in made.fallback
+    run = partial(generate, toy.cyclic(5), max_new_tokens=20, temperature=temperature, seed=3)
+    drafted = partial(run, drafter=ModelDrafter(draft), k=3)
+    made = drafted([0, 1, 2])
+    assert "while drafting, draft, after" in made.fallback and "layer 7" in made.fallback
     ends = np.cumsum([3, *(len(r.committed_ids) for r in made.rounds)])
     last = max(i for i, r in enumerate(made.rounds) if r.k)
     before = [0, 1, 2, *made.token_ids][: ends[last]]
@@ -178,24 +170,15 @@ def test_bad_logits_of_the_draft_model_end_drafting_and_do_not_change_the_text(b
     assert len(fed[0]) == 9 and {r.k for r in made.rounds[last + 1 :]} == {0}, "no drafts after the bad row"
     assert len(made.token_ids) == 20 and made.lossless
     if not temperature:
-        assert made.token_ids == generate(target, [0, 1, 2], **settings).token_ids
+        assert made.token_ids == run([0, 1, 2]).token_ids
         assert [r.k for r in made.rounds[:3]] == [3, 2, 0] and made.rounds[1].n_accepted == 2
-    assert generate(target, [0], drafter=ModelDrafter(draft), k=2, max_new_tokens=4).fallback is None, "a new text"
+    assert drafted([0], max_new_tokens=4).fallback is None, "a new text"
+    with pytest.raises(NonFiniteLogits, match="while drafting"):
+        drafted([0, 1, 2], strict=True)
 
 
 def test_a_router_names_the_model_and_module_of_its_arm():
-    bad = toy.ToyLM(lambda prefix: np.full(5, np.nan), toy.letters(5), name="draft")
-    bad.locate_nonfinite = lambda ids: "layer 7"
-    router = Router([Arm(ModelDrafter(bad), 3)], [1.0] * 5)
-    plain = generate(toy.cyclic(5), [0], max_new_tokens=30)
-    made = generate(toy.cyclic(5), [0], drafter=router, max_new_tokens=30)
-    assert "draft" in made.fallback and "layer 7" in made.fallback and made.token_ids == plain.token_ids
-
-
-def test_bad_logits_of_the_target_stop_the_run_after_drafting_has_ended():
-    bad = toy.ToyLM(lambda prefix: np.full(5, np.nan), toy.letters(5))
-    target = toy.cyclic(5)
-    rows = target._logits_of
-    target._logits_of = lambda prefix: rows(prefix) * (1 if len(prefix) < 6 else np.nan)
-    with pytest.raises(NonFiniteLogits, match=r"cyclic.*after 6 tokens"):
-        generate(target, [0, 1], drafter=ModelDrafter(bad), k=2)
+    router = Router([Arm(ModelDrafter(bad_after(0)), 3)], [1.0] * 5)
+    made, plain = (generate(toy.cyclic(5), [0], drafter=drafter, max_new_tokens=30) for drafter in (router, None))
+    assert "while drafting, auto(draft), after" in made.fallback and "logits_of" in made.fallback
+    assert made.token_ids == plain.token_ids

@@ -24,11 +24,10 @@ DRAFT = "smollm2-135m:q4_0"
 PROMPT = prompts("edit")[0]
 SHORT, LONG = 40, 256
 """Numbers of tokens in a default run and in the grid (`-m slow`)."""
-GRID = [pytest.param(k, LONG, marks=pytest.mark.slow) for k in range(1, 9)]
 
 
-def slow(names):
-    return [pytest.param(*(name if isinstance(name, tuple) else (name,)), marks=pytest.mark.slow) for name in names]
+def slow(*rows):
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
 
 
 @pytest.fixture(scope="module")
@@ -42,23 +41,23 @@ def speculative(opened, name, drafter, k, n):
     return generate(opened(name), PROMPT, drafter=made, k=k, max_new_tokens=n, ignore_eog=True)
 
 
-@pytest.mark.parametrize(("k", "n"), [(4, SHORT), *GRID])
+ROWS = [(FLOAT32[0], 4, SHORT), (EXACT[0], 6, SHORT)]  # `tests/smoke` has both engines
+ROWS += slow(*((name, k, LONG) for name in FLOAT32 for k in range(1, 9)), *((name, 6, LONG) for name in EXACT))
+
+
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize("name", [FLOAT32[0], *slow(FLOAT32[1:])])  # `tests/smoke` has both engines
-def test_float32_speculative_equals_plain(opened, plain, name, drafter, k, n):
+@pytest.mark.parametrize(("name", "k", "n"), ROWS)
+def test_speculative_equals_plain(opened, plain, name, drafter, k, n):
+    """Float32 always, other types up to the certified width.
+
+    Also after 256 tokens, where llama.cpp would use another kernel for single tokens.
+    """
+    if name not in FLOAT32 and opened(name).caps.same_bits_up_to <= k:
+        pytest.skip(opened(name).caps.certificate)
     made = speculative(opened, name, drafter, k, n)
     assert len(made.token_ids) == n
     assert made.token_ids == plain(name, n).token_ids
     assert made.accepted_tokens > 0 or drafter == "lookup"
-
-
-@pytest.mark.parametrize("drafter", ["lookup", "model"])
-@pytest.mark.parametrize(("name", "k", "n"), [(EXACT[0], 6, SHORT), *slow([(name, 6, LONG) for name in EXACT])])
-def test_certified_speculative_equals_plain(opened, plain, name, drafter, k, n):
-    """Also after 256 tokens, where llama.cpp would use another kernel for single tokens."""
-    if opened(name).caps.same_bits_up_to <= k:
-        pytest.skip(opened(name).caps.certificate)
-    assert speculative(opened, name, drafter, k, n).token_ids == plain(name, n).token_ids
 
 
 @pytest.mark.slow
@@ -74,15 +73,14 @@ def test_the_probe_detects_an_insufficient_padding_for_k_quants(opened, padding)
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", REDUCED)
-def test_reduced_precision_diverges_at_near_ties(opened, plain, name, drafter, record_property):
+def test_reduced_precision_diverges_at_near_ties(opened, plain, name, drafter):
     made = speculative(opened, name, drafter, 4, LONG)
     fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
-    record_property("fork", None if fork is None else fork.model_dump_json())
     assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", [*FLOAT32, *slow(REDUCED)])  # grouped by model: three stay open
+@pytest.mark.parametrize("name", [*FLOAT32, *slow(*([name] for name in REDUCED))])  # grouped by model: three stay open
 def test_a_rewind_restores_the_earlier_state(opened, name, n):
     """Logits of ten tokens after sixty, with and without a rewind of `n` other tokens."""
     model, rows = opened(name), []

@@ -12,9 +12,8 @@ import torch
 from specnb.chapters.delta_rule import unit
 from specnb.lm.hf import record as hf_record
 from specnb.lm.hf.engine import recurrent_layers
-from specnb.lm.hf.model import HfModel
 from tests.laws.test_deltanet import by_hand
-from tests.tiny_models import VOCAB, torch_model
+from tests.tiny_models import VOCAB, hf_model
 
 CONFIGS = {"mamba2": {"n_groups": 2, "chunk_size": 4}, "qwen3_5_text": {"linear_value_head_dim": 6}}
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 20)]
@@ -50,7 +49,7 @@ FORMULAS = {"mamba2": scanned, "qwen3_5_text": delta_ruled}
 @pytest.fixture(scope="module", params=FORMULAS)
 def model(request):
     family = request.param
-    return HfModel(torch_model(family, **CONFIGS[family]), None, name=family, n_ctx=64, rollback="replay")
+    return hf_model(family, config=CONFIGS[family], rollback="replay")
 
 
 def replay_error(model, pieces, accepted):

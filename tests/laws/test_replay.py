@@ -12,14 +12,16 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.follow import follow, record
+from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, route
-from specnb.prompts import prompts
-from tests.laws.test_controllers import PROMPT, drafter_named
+from tests.laws.test_controllers import PROMPT, drafter_named, recorded
 
 
-def counts_of(generation):
-    return len(generation.rounds), generation.total_draft_tokens, generation.accepted_tokens
+def check_replay(recording, live, k):
+    replayed, case = fixed_k(recording, k), (live.drafter, len(live.token_ids), k)
+    counts = len(live.rounds), live.total_draft_tokens, live.accepted_tokens
+    assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts, case
+    assert replayed.by_width == Counter(r.width for r in live.rounds), case
 
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "short"])
@@ -29,12 +31,10 @@ def test_greedy_replay_equals_live_and_has_the_texts_of_the_drafts(name, seed):
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 3 else frozenset())
     target.caps = replace(target.caps, max_width=(4096, 1, 2, 4)[seed % 4])
     for n in (1, 2, 30):
-        ((_, (recording,)),) = record(target, [drafter_named(name, seed)], [PROMPT], k_max=24, max_new_tokens=n)
+        _, recording = recorded(target, drafter_named(name, seed), n)
         for k in range(1, 25):
             live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=k, max_new_tokens=n)
-            replayed = fixed_k(recording, k)
-            assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (n, k)
-            assert replayed.by_width == Counter(r.width for r in live.rounds), (n, k)
+            check_replay(recording, live, k)
             at = 0
             for r in live.rounds:
                 texts, known = [target.vocab.piece(i) for i in r.draft_ids], list(recording.drafts[at][:k])
@@ -49,12 +49,10 @@ def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
     target = toy.markov(4, order=2, seed=3)
     live, replayed = [], []
     for seed in range(300):
-        settings = {"max_new_tokens": 20, "temperature": 1.0, **cut}
-        live.append(generate(target, PROMPT, drafter=drafter_named(name, 3), k=k, seed=seed, **settings))
-        plain = generate(target, PROMPT, seed=10_000 + seed, **settings)
-        (recording,) = follow(target, [drafter_named(name, 3)], plain, max_new_tokens=20)
+        _, recording = recorded(target, drafter_named(name, 3), 20, temperature=1.0, seed=10_000 + seed, **cut)
         replayed.append(fixed_k(recording, k).rounds)
-    live = [len(made.rounds) for made in live]
+        settings = {"max_new_tokens": 20, "temperature": 1.0, "seed": seed, **cut}
+        live.append(len(generate(target, PROMPT, drafter=drafter_named(name, 3), k=k, **settings).rounds))
     spread = np.hypot(np.std(live) / np.sqrt(len(live)), np.std(replayed) / np.sqrt(len(replayed)))
     assert abs(np.mean(live) - np.mean(replayed)) < 2.576 * spread
 
@@ -72,37 +70,20 @@ def rounds_by_hand(recording, k, bonus=1, correction=1):
 
 def test_planted_off_by_one_errors_are_detected():
     target = toy.markov(4, order=2, seed=1)
-    recordings, live = [], []
-    for name in ("same", "other"):
-        ((_, (recording,)),) = record(target, [drafter_named(name, 1)], [PROMPT], max_new_tokens=30)
-        recordings.append(recording)
-        generation = generate(target, PROMPT, drafter=drafter_named(name, 1), k=4, max_new_tokens=30)
-        live.append(len(generation.rounds))
-    assert [rounds_by_hand(recording, 4) for recording in recordings] == live
-    assert rounds_by_hand(recordings[0], 4, bonus=0) != live[0]
-    assert rounds_by_hand(recordings[1], 4, correction=0) != live[1]
+    for name, fault in (("same", {"bonus": 0}), ("other", {"correction": 0})):
+        _, recording = recorded(target, drafter_named(name, 1), 30)
+        live = generate(target, PROMPT, drafter=drafter_named(name, 1), k=4, max_new_tokens=30)
+        assert rounds_by_hand(recording, 4) == len(live.rounds) != rounds_by_hand(recording, 4, **fault)
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    ("name", "ks", "n"),
-    [
-        ("smollm2-135m?backend=hf&dtype=float32", (4,), 10),
-        pytest.param("smollm2-135m?backend=hf&dtype=float32", (1, 3, 8, 24), 48, marks=pytest.mark.slow),
-        pytest.param("smollm2-135m:f32", (1, 3, 8, 24), 48, marks=pytest.mark.slow),
-    ],
-)
-def test_greedy_replay_equals_live_on_the_real_model(opened, name, ks, n):
+def test_greedy_replay_equals_live_on_the_real_model(opened):
     """Also with 4-bit weights, if widths 1 and 2 of the draft model are bit-identical."""
-    target = opened(name)
-    prompt = prompts("edit")[1] if n > 10 else "def f(x):\n    return x\n\ndef g(x):\n"
-    drafters = {"lookup": LookupDrafter(), "model": ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))}
-    ((_, recordings),) = record(target, list(drafters.values()), [prompt], max_new_tokens=n)
-    for recording, drafter in zip(recordings, drafters.values(), strict=True):
-        for k in ks:
-            live = generate(target, prompt, drafter=drafter, k=k, max_new_tokens=n)
-            replayed = fixed_k(recording, k)
-            assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts_of(live), (drafter.name, k)
+    target, prompt = opened("smollm2-135m?backend=hf&dtype=float32"), "def f(x):\n    return x\n\ndef g(x):\n"
+    drafters = [LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))]
+    ((_, recordings),) = record(target, drafters, [prompt], max_new_tokens=10)
+    for recording, drafter in zip(recordings, drafters, strict=True):
+        check_replay(recording, generate(target, prompt, drafter=drafter, k=4, max_new_tokens=10), 4)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -122,10 +103,8 @@ def test_a_replayed_router_has_the_rounds_of_a_live_router_with_an_equal_clock(s
 
         model.forward = timed
 
-    generations = [generate(target, prompt, max_new_tokens=40) for prompt in ([0], [1])]
     recordings = []
-    for name, g in enumerate(generations):
-        followed = follow(target, drafters, g, k_max=k_max, max_new_tokens=40)
+    for name, (_, followed) in enumerate(record(target, drafters, [[0], [1]], k_max=k_max, max_new_tokens=40)):
         recordings += [recording._replace(prompt_id=str(name)) for recording in followed]
     costs = {drafter.name: Cost(curve, draft_s if drafter.model else 0.0) for drafter in drafters}
     replayed = list(route(recordings, costs, k_max=k_max))
@@ -135,8 +114,8 @@ def test_a_replayed_router_has_the_rounds_of_a_live_router_with_an_equal_clock(s
     slow_down(
         drafters[1].model, lambda n, n_logits: draft_s * ((n - 1) * router.read_cost + (n_logits or router.read_cost))
     )
-    for plain, text in zip(generations, replayed, strict=True):
-        live = generate(target, plain.prompt_ids, drafter=router, max_new_tokens=40)
+    for prompt, text in zip(([0], [1]), replayed, strict=True):
+        live = generate(target, prompt, drafter=router, max_new_tokens=40)
         assert [(r.k, r.n_accepted) for r in live.rounds] == [(s.drafted, s.n_accepted) for s in text.steps]
         assert [name for name, _, _ in router.choices] == text.arms[: len(router.choices)]
     assert any(any(text.arms) for text in replayed)

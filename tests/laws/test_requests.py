@@ -18,11 +18,10 @@ from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.lm.base import TreeModel
 from specnb.lm.gguf.model import GgufModel
-from specnb.lm.hf.model import HfModel
 from specnb.measure.cost import Cost
 from specnb.measure.policies import CONTROLLERS
 from tests.laws.trees import Trees
-from tests.tiny_models import VOCAB, llama_gguf, torch_model
+from tests.tiny_models import VOCAB, hf_model, llama_gguf
 
 N_CTX, SHORT = 64, 40
 COST, K_MAX = Cost.straight("a machine", 1.5, 0.2), 8
@@ -40,8 +39,7 @@ def models(family, folder):
             return model
         if family == "gguf":
             return GgufModel.open(llama_gguf(folder / f"{seed}.gguf", seed=seed), n_ctx=n_ctx, threads=1)
-        model = torch_model(family, seed=seed, max_position_embeddings=n_ctx)
-        return HfModel(model, None, name=f"{family}-{seed}", n_ctx=n_ctx)
+        return hf_model(family, seed=seed, n_ctx=n_ctx)
 
     target, drafters = opened(0), [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))]
     if isinstance(target, TreeModel) and target.caps.trees:

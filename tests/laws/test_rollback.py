@@ -8,7 +8,7 @@ detected below.
 
 from contextlib import ExitStack, closing
 from functools import cache
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -16,20 +16,20 @@ from transformers.cache_utils import DynamicLayer
 
 from data.models.convert import write_gguf
 from specnb.decode.generate import generate
-from specnb.draft.base import DrafterBase, Picker, Proposal
+from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.gguf.model import GgufModel, PlaneRecorder, state_bytes
 from specnb.lm.hf import engine as hf_engine
 from specnb.lm.hf import record as hf_record
-from specnb.lm.hf.engine import KeptPastLayer, recurrent_layers
+from specnb.lm.hf.engine import recurrent_layers
 from specnb.lm.hf.files import quiet
 from specnb.lm.hf.model import HfModel
 from specnb.lm.rollback import FusedReplay
 from specnb.machine import need_bytes
-from specnb.records import Generation
+from tests.laws.faults import raising
 from tests.tiny_hybrids import GGUFS, hybrid_folder
-from tests.tiny_models import VOCAB, torch_model
+from tests.tiny_models import VOCAB, hf_model, torch_model
 
 QWEN = "qwen35-grouped.gguf"
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
@@ -38,20 +38,19 @@ SINGLE = ("zamba2", "nemotron_h")
 FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")
 FAMILIES += (*SINGLE, *FORGETFUL)
 STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
-PAIRS = [
-    (family, way) for family in FAMILIES for way in STRATEGIES if way != "replay" or family not in (*FORGETFUL, *SINGLE)
-]
-LLAMA_PAIRS = [(f, way) for f in GGUFS for way in STRATEGIES[1:] if way != "snapshots" or GGUFS[f] == way]
+WAYS = {family: STRATEGIES[family in (*FORGETFUL, *SINGLE) :] for family in FAMILIES}
+"""Strategies by family; replay needs a recurrence for blocks."""
+WAYS |= {file: [way for way in STRATEGIES[1:] if way in (auto, *STRATEGIES[2:])] for file, auto in GGUFS.items()}
 
 
-def some_of(shift: int) -> list:
+def some_of(shift):
     """All pairs. By default, llama.cpp and qwen3_5_text, and one strategy per other family."""
-    ways = {family: [way for of, way in PAIRS if of == family] for family in FAMILIES}
-    default = {(family, of[(i + shift) % len(of)]) for i, (family, of) in enumerate(ways.items())}
-    return LLAMA_PAIRS + [
-        pytest.param(*pair, marks=() if pair in default or pair[0] == "qwen3_5_text" else pytest.mark.slow)
-        for pair in PAIRS
-    ]
+    pairs = []
+    for i, (family, ways) in enumerate(WAYS.items()):
+        for j, way in enumerate(ways):
+            by_default = family in ("qwen3_5_text", *GGUFS) or j == (i + shift) % len(ways)
+            pairs.append(pytest.param(family, way, marks=() if by_default else pytest.mark.slow))
+    return pairs
 
 
 LLAMA_CLOSE = 2e-3
@@ -63,9 +62,8 @@ CLOSE = 5e-4
 also in the reference). A state that is one token off differs by more than 0.1."""
 
 
-def opened(family: str, way: str = "auto", *, seed: int = 0, n_ctx: int = 64, **options) -> HfModel:
-    model = torch_model(family, seed=seed, max_position_embeddings=n_ctx)
-    return HfModel(model, None, name=family, n_ctx=n_ctx, rollback=way, **options)
+def opened(family, way="auto", **options):
+    return hf_model(family, rollback=way, **options)
 
 
 @pytest.fixture(scope="module")
@@ -87,11 +85,7 @@ def llama(files):
             model = GgufModel.open(files[family], threads=1, kv="f32", rollback=way, **options)
             return models.enter_context(closing(model))
 
-        def emptied(family, way="auto", **options):
-            open_once(family, way, **options).reset()
-            return open_once(family, way, **options)
-
-        yield emptied
+        yield open_once
 
 
 @pytest.fixture
@@ -100,7 +94,7 @@ def opener(llama):
     return lambda family, way, **options: (llama if family in GGUFS else opened)(family, way, **options)
 
 
-def state_of(model: HfModel) -> dict[str, np.ndarray]:
+def state_of(model):
     """Return the whole state of the next forward pass, by name."""
     seen = {}
     for index, layer in recurrent_layers(model._engine.cache):
@@ -114,14 +108,34 @@ def state_of(model: HfModel) -> dict[str, np.ndarray]:
         if isinstance(layer, DynamicLayer):
             length = layer.get_seq_length()
             assert length == model._engine.n_held
-            own = isinstance(layer, KeptPastLayer)
-            seen[f"{index}.keys"] = layer.keys[:, :, :length] if own else layer.keys
-            seen[f"{index}.values"] = layer.values[:, :, :length] if own else layer.values
+            seen |= {f"{index}.keys": layer.keys[:, :, :length], f"{index}.values": layer.values[:, :, :length]}
     return {name: tensor.float().numpy().copy() for name, tensor in seen.items()}
 
 
-def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
-    """Return the relative differences of two states and of their logits, by name."""
+def feed(model, *steps):
+    """Feed lists of tokens and rewind numbers of tokens, after a reset; return the tokens that remain."""
+    model.reset()
+    text = []
+    for step in steps:
+        if isinstance(step, int):
+            model.rewind(step)
+            text = text[: len(text) - step]
+        else:
+            model.forward(step)
+            text = text + step
+    return text
+
+
+def apart(model, plain, text, n_prompt=9):
+    """Compare a model with `plain`, which is fed the same text: the prompt as a block, then single tokens.
+
+    Returns the relative differences of the states and of the next logits, by name; in llama.cpp the
+    largest difference of the next logits.
+    """
+    feed(plain, text[:n_prompt], *([token] for token in text[n_prompt:]))
+    assert model.n_past == plain.n_past
+    if isinstance(model, GgufModel):
+        return {"logits": max(np.abs(model.forward(ids) - plain.forward(ids)).max() for ids in ([4, 8], [15]))}
     if isinstance(model.rollback, FusedReplay):  # pending tokens are processed in the next pass
         for each in (model, plain):
             each.forward([9])
@@ -131,86 +145,46 @@ def apart(model: HfModel, plain: HfModel) -> dict[str, float]:
     return {name: np.linalg.norm(found[name] - values) / np.linalg.norm(values) for name, values in expected.items()}
 
 
-def check_same(model: HfModel | GgufModel, plain: HfModel | GgufModel) -> None:
-    """Compare the states in torch, and the next logits in llama.cpp."""
-    assert model.n_past == plain.n_past
-    if isinstance(model, GgufModel):
-        for ids in ([4, 8], [15]):
-            np.testing.assert_allclose(model.forward(ids), plain.forward(ids), atol=LLAMA_CLOSE)
-    else:
-        found = apart(model, plain)
-        assert max(found.values()) < CLOSE, found
-
-
-def check_rounds(model, plain) -> None:
-    """Two rounds, all numbers of accepted tokens; prompts shorter and longer than the window."""
-    for prompt, accepted in product((2, 9), range(K + 1)):
-        for each in (model, plain):
-            each.reset()
-            each.forward(IDS[:prompt])
-        # first round: the prompt's last token is already in the state
-        model.forward(IDS[prompt : prompt + K])
-        model.rewind(K - accepted)
-        again = [IDS[40], *IDS[20 : 20 + K]]
-        model.forward(again)
-        model.rewind(K - accepted)
-        for token in (*IDS[prompt : prompt + accepted], *again[: accepted + 1]):
-            plain.forward([token])
-        check_same(model, plain)
-
-
-def check_single_steps(model, plain) -> None:
-    """As in ModelDrafter: several passes per round, a rewind, and a rewind of an earlier token."""
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    for accepted in (0, 2, K - 1):
-        for token in IDS[20 : 20 + K]:
-            model.forward([token])
-        model.rewind(K - accepted)
-        for token in IDS[20 : 20 + accepted]:
-            plain.forward([token])
-    for each in (model, plain):
-        each.rewind(1)  # before the boundary: no pass since
-    check_same(model, plain)
-
-
-def interrupted(*_args) -> None:
-    raise KeyboardInterrupt
+def check_same(model, plain, text, n_prompt=9):
+    found = apart(model, plain, text, n_prompt)
+    assert max(found.values()) < (LLAMA_CLOSE if isinstance(model, GgufModel) else CLOSE), found
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(0))
 def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(family, way, opener):
     model = opener(family, way)
     assert model.caps.rewind == way and (family not in GGUFS or opener(family, "auto").caps.rewind == GGUFS[family])
-    check_rounds(model, opener(family, "recompute", n_ctx=500))
+    plain = opener(family, "recompute", n_ctx=500)
+    for n, accepted in product((2, 9), range(K + 1)):  # prompts shorter and longer than the window
+        # the last token of the prompt is in the state before the first round, not before the second
+        rounds = IDS[n : n + K], K - accepted, [IDS[40], *IDS[20 : 20 + K]], K - accepted
+        check_same(model, plain, feed(model, IDS[:n], *rounds), n)
 
 
 @pytest.mark.parametrize(("family", "way"), some_of(1))
 def test_a_draft_model_rewinds_its_single_steps(family, way, opener):
-    check_single_steps(opener(family, way), opener(family, "recompute", n_ctx=500))
+    """Several passes per round, a rewind, and a rewind of an earlier token."""
+    model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
+    drafts = [[token] for token in IDS[20 : 20 + K]]
+    rounds = [step for accepted in (0, 2, K - 1) for step in (*drafts, K - accepted)]
+    check_same(model, plain, feed(model, IDS[:9], *rounds, 1))  # the last one is before the boundary: no pass since
 
 
 class Scripted(DrafterBase):
     """Drafts the target's continuation; the script sets the number of correct tokens per round."""
 
-    name, vocab = "scripted", None
+    name = "scripted"
 
-    def __init__(self, truth: list[int], n_right: list[tuple[int, int]]) -> None:
-        self._truth, self._script, self._round = truth, n_right, 0
+    def __init__(self, truth, n_right):
+        self._truth, self._script = truth, cycle(n_right)
 
-    def start(self, tokens) -> None:
-        self._prompt = len(tokens)
+    def start(self, tokens):
+        self._n_prompt = len(tokens)
 
-    def propose(self, tokens, k: int, picker: Picker) -> Proposal:
-        wanted, right = self._script[self._round % len(self._script)]
-        self._round += 1
-        at = len(tokens) - self._prompt
-        ahead = self._truth[at : at + min(k, wanted)]
+    def propose(self, tokens, k, picker):
+        wanted, right = next(self._script)
+        ahead = self._truth[len(tokens) - self._n_prompt :][: min(k, wanted)]
         return Proposal(tuple(t if i < right else (t + 1) % VOCAB for i, t in enumerate(ahead)))
-
-    def commit(self, tokens) -> None: ...
-
-    def close(self) -> None: ...
 
 
 ROUNDS = [(6, 6), (6, 0), (0, 0), (4, 2), (6, 5), (1, 0), (6, 0), (6, 0), (1, 1), (3, 1)]
@@ -218,11 +192,11 @@ ROUNDS = [(6, 6), (6, 0), (0, 0), (4, 2), (6, 5), (1, 0), (6, 0), (6, 0), (1, 1)
 correct: 2.5 tokens per round."""
 
 
-def decoded(model, drafter=None, *, tokens: int, k: int = K) -> Generation:
+def decoded(model, drafter=None, *, tokens, k=K):
     return generate(model, IDS[:9], drafter=drafter, k=k, max_new_tokens=tokens, ignore_eog=True)
 
 
-def check_decoding(model, *, tokens: int) -> Generation:
+def check_decoding(model, *, tokens):
     """Check that speculative greedy decoding by ROUNDS gives the tokens of plain decoding."""
     truth = decoded(model, tokens=tokens).token_ids
     made = decoded(model, Scripted(truth, ROUNDS), tokens=tokens)
@@ -245,92 +219,81 @@ def test_greedy_decoding_equals_plain_decoding(family, way, opener):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "way"), [pair for pair in (*PAIRS, *LLAMA_PAIRS) if pair[1] != "recompute"])
+@pytest.mark.parametrize(("family", "way"), [(f, way) for f in WAYS for way in WAYS[f] if way != "recompute"])
 def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
     model = opener(family, way, n_ctx=4096)
     assert len(check_decoding(model, tokens=2600).rounds) >= 1000 and model.rollback.cost.recomputed == 0
 
 
 @pytest.mark.parametrize(
-    ("family", "way", "least"),
-    [("qwen3_5_text", "auto", 1.0), *((QWEN, way, 0.9) for way in ("snapshots", "fused", "checkpoint"))],
+    ("family", "way", "options", "least", "most"),
+    [
+        ("qwen3_5_text", "auto", {}, 1.0, 1.0),
+        ("qwen3_5_text", "auto", {"seed": 5}, 0.0, 0.99),
+        *((QWEN, way, {}, 0.9, 1.0) for way in ("snapshots", "fused", "checkpoint")),
+    ],
 )
-def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, least, opener):
-    """Both models rewind, the draft model over single steps; nearly all drafts are accepted."""
-    target, twin = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400)
-    truth = decoded(target, tokens=60).token_ids
-    drafts = [(twin, True), *([(opened(family, n_ctx=256, seed=5), False)] if family not in GGUFS else [])]
-    for draft, same_weights in drafts:
-        made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
-        assert made.token_ids == truth and (made.acceptance_rate >= least) == same_weights
-        assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
+def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, options, least, most, opener):
+    """Both models rewind, the draft model over single steps; nearly all drafts of equal weights are accepted."""
+    target, draft = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400, **options)
+    made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
+    assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
+    assert made.token_ids == decoded(target, tokens=60).token_ids and least <= made.acceptance_rate <= most
 
 
 # --- planted faults, each a known mistake ---------------------------------------------------------
 
 
-def left_ahead(part: str):
+right_take_back = hf_record.TorchRecorder.take_back
+
+
+def left_ahead(part):
     """Roll back all but `part`: states (transformers' Cache.crop) or windows (llama.cpp 28120)."""
 
-    def take_back(recorder, n: int) -> None:
+    def take_back(recorder, n):
         layers = [layer for _, layer in recurrent_layers(recorder._engine.cache)]
         ahead = [getattr(layer, part)[0].clone() for layer in layers]
-        hf_record.TorchRecorder.take_back(recorder, n)
+        right_take_back(recorder, n)
         for layer, tensor in zip(layers, ahead, strict=True):
             getattr(layer, part)[0] = tensor
 
     return take_back
 
 
-def off_by(n: int):
+def off_by(n):
     """Return a replay of one token too few, or too many."""
 
-    def take_back(recorder, taken: int) -> None:
+    def take_back(recorder, taken):
         right = recorder._state_at
         recorder._state_at = lambda index, base, kept: right(index, base, kept + n)
-        hf_record.TorchRecorder.take_back(recorder, taken)
+        right_take_back(recorder, taken)
 
     return take_back
 
 
-def check_fault_is_seen(model: HfModel, plain: HfModel) -> None:
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    model.forward(IDS[20 : 20 + K])
-    model.rewind(K - 2)
-    plain.forward(IDS[20:22])
-    assert apart(model, plain)["logits"] > 0.1
+def without_windows(saved, cache):
+    for index, (_, states) in saved.layers.items():
+        cache.layers[index].recurrent_states = {i: state.clone() for i, state in states.items()}
 
 
-@pytest.mark.parametrize("way", ["replay", "snapshots"])
-@pytest.mark.parametrize("fault", [left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1)])
-def test_a_wrong_state_or_window_is_detected(way, fault):
+TAKE_BACKS = (left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1))
+FAULTS = [(way, hf_record.TorchRecorder, "take_back", f) for way in ("replay", "snapshots") for f in TAKE_BACKS]
+FAULTS += [(way, hf_engine.SavedState, "put_back", without_windows) for way in ("checkpoint", "fused")]
+
+
+@pytest.mark.parametrize(("way", "owner", "name", "fault"), FAULTS)
+def test_a_wrong_state_or_window_is_detected(way, owner, name, fault, monkeypatch):
     model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
-    model.rollback._recorder.take_back = lambda n: fault(model.rollback._recorder, n)
-    check_fault_is_seen(model, plain)
-
-
-@pytest.mark.parametrize("way", ["checkpoint", "fused"])
-def test_a_checkpoint_without_windows_is_detected(way, monkeypatch):
-    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
-
-    def put_back(saved, cache) -> None:
-        for index, (_, states) in saved.layers.items():
-            cache.layers[index].recurrent_states = {i: state.clone() for i, state in states.items()}
-
-    monkeypatch.setattr(hf_engine.SavedState, "put_back", put_back)
-    check_fault_is_seen(model, plain)
-
-
-def changed(*_args) -> None:
-    raise TypeError("a kernel takes other arguments now")
+    monkeypatch.setattr(owner, name, fault)
+    text = feed(model, IDS[:9], IDS[20 : 20 + K], K - 2)
+    assert apart(model, plain, text)["logits"] > 0.1
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
         (left_ahead("conv_states"), "does not restore the earlier state"),
-        (changed, "fails: .*a kernel takes"),
+        (raising(TypeError("a kernel takes other arguments now")), "fails: .*a kernel takes"),
     ],
 )
 def test_a_broken_strategy_is_not_used_and_leaves_no_changes(monkeypatch, fault, reason):
@@ -351,7 +314,7 @@ def test_a_broken_strategy_is_not_used_and_leaves_no_changes(monkeypatch, fault,
     assert listeners(net) == before
 
 
-def listeners(net) -> set[str]:
+def listeners(net):
     return {name for name, module in net.named_modules() if "forward" in vars(module)}
 
 
@@ -369,37 +332,31 @@ def test_replay_rejects_a_family_without_a_recurrence_and_auto_runs_token_by_tok
 )
 def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monkeypatch):
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
-    model.forward(IDS[:9])
-    model.forward(IDS[20:26])
+    feed(model, IDS[:9], IDS[20:26])
     broken = "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(model.rollback._recorder if broken == "take_back" else model._engine, broken, interrupted)
+        owner = model.rollback._recorder if broken == "take_back" else model._engine
+        patch.setattr(owner, broken, raising(KeyboardInterrupt()))
         model.rewind(3)
     assert model.n_past == 0
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    check_same(model, plain)
+    model.forward(IDS[:9])
+    check_same(model, plain, IDS[:9])
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
 def test_recordings_are_bounded_and_the_boundary_stays_in_reach(way):
     model, plain = opened("qwen3_5_text", way, rollback_depth=4), opened("qwen3_5_text", "recompute")
     few = opened("qwen3_5_text", way, rollback_depth=4)
-    few.forward(IDS[:9])
-    few.forward(IDS[9:13])
-    for pieces in ([IDS[20:50]], [[token] for token in IDS[20:50]], [IDS[20:22], IDS[22:50]]):
-        for back in (3, 30):
-            for each in (model, plain):
-                each.reset()
-                each.forward(IDS[:9])
-            for piece in pieces:
-                model.forward(piece)
-                assert model.rollback.nbytes <= 2 * few.rollback.nbytes
-            model.rewind(back)
-            if back < 30:
-                plain.forward(IDS[20 : 50 - back])
-            check_same(model, plain)
-            assert model.rollback.cost.recomputed == 0
+    feed(few, IDS[:9], IDS[9:13])
+    cut = ([IDS[20:50]], [[token] for token in IDS[20:50]], [IDS[20:22], IDS[22:50]])
+    for pieces, back in product(cut, (3, 30)):
+        feed(model, IDS[:9])
+        for piece in pieces:
+            model.forward(piece)
+            assert model.rollback.nbytes <= 2 * few.rollback.nbytes
+        model.rewind(back)
+        check_same(model, plain, [*IDS[:9], *IDS[20 : 50 - back]])
+        assert model.rollback.cost.recomputed == 0
 
 
 def test_snapshots_that_do_not_fit_in_memory_are_not_used(monkeypatch):
@@ -415,14 +372,7 @@ def test_snapshots_that_do_not_fit_in_memory_are_not_used(monkeypatch):
 
 def test_drafts_beyond_the_snapshots_use_the_saved_state(llama):
     model, plain = llama(QWEN, "snapshots", rollback_depth=3), llama(QWEN, "recompute")
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    model.forward(IDS[20:21])
-    model.rewind(0)
-    model.forward(IDS[21:30])
-    model.rewind(8)
-    plain.forward(IDS[20:22])
-    check_same(model, plain)
+    check_same(model, plain, feed(model, IDS[:9], IDS[20:21], 0, IDS[21:30], 8))
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
@@ -430,28 +380,18 @@ def test_a_reach_that_trusts_llama_cpp_is_detected_and_opens_no_model(llama, fil
     """Planted fault: seq_rm returns True for the whole last decode, and the logits are wrong."""
     model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
     monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
-    for each in (model, plain):
-        each.forward(IDS[:9])
-    model.forward(IDS[20:24])
-    model.rewind(4)
-    assert np.abs(model.forward([4, 8]) - plain.forward([4, 8])).max() > 0.5
+    assert apart(model, plain, feed(model, IDS[:9], IDS[20:24], 4))["logits"] > 0.5
     with pytest.raises(LoadError, match="no exact rollback: snapshots does not restore"):
         GgufModel.open(files[QWEN], threads=1, rollback="snapshots")
-    other = GgufModel.open(files[QWEN], threads=1)
-    assert other.caps.rewind == "fused"
-    other.close()
+    with closing(GgufModel.open(files[QWEN], threads=1)) as other:
+        assert other.caps.rewind == "fused"
 
 
 def test_saved_states_do_not_outlive_a_reset(llama):
     """A saved state loaded into a cleared context silently lacks its attention entries."""
     model, plain = llama(QWEN, "checkpoint"), llama(QWEN, "recompute")
-    model.forward(IDS[:9])
-    model.forward(IDS[9:12])
-    model.reset()
-    for each in (model, plain):
-        each.forward(IDS[30:33])
-        each.rewind(1)
-    check_same(model, plain)
+    feed(model, IDS[:9], IDS[9:12])
+    check_same(model, plain, feed(model, IDS[30:33], 1))
 
 
 def test_memory_for_snapshots_is_checked_and_they_are_dropped_if_it_is_short(files, monkeypatch):
@@ -486,13 +426,10 @@ def test_more_snapshots_than_llama_cpp_supports_are_rejected(files):
 @pytest.mark.parametrize("family", GGUFS)
 def test_the_number_of_threads_changes_no_bit_and_may_change_between_passes(files, family):
     """The number of threads follows the machine's load, so no result may depend on it."""
-    alone, paced = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
-    try:
+    first, second = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
+    with closing(first) as alone, closing(second) as paced:
         for at, n in enumerate((9, 1, 4, 1, 2)):
             paced._engine.set_threads(1 + at % 3)
             assert np.array_equal(alone.forward(IDS[:n]), paced.forward(IDS[:n])), f"{n} tokens"
             for model in (alone, paced):
                 model.rewind(n // 2)
-    finally:
-        for model in (alone, paced):
-            model.close()

@@ -1,5 +1,7 @@
 """The laws of drafting across vocabularies: the target's tokens and distribution are unchanged."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,7 +32,6 @@ PAIRS = {
     "each spells": ((b"a", b"b", b"ab"), (b"ba", b"b", b"a")),
 }
 PROMPT = (0, 1, 0)
-SLOW = pytest.mark.slow
 
 
 def tokens(target, draft):
@@ -38,7 +39,7 @@ def tokens(target, draft):
 
 
 GRID = [
-    pytest.param(name, sampling, rule, marks=[] if (i + j + r) % 2 else SLOW)
+    pytest.param(name, sampling, rule, marks=[] if (i + j + r) % 2 else pytest.mark.slow)
     for i, name in enumerate(PAIRS)
     for j, sampling in enumerate(SETTINGS)
     for r, rule in enumerate(["token", "block"])
@@ -142,18 +143,13 @@ def test_greedy_is_plain_for_any_pieces(pieces, seed, k, prompt, temperature, co
 # --- the real model -------------------------------------------------------------------------------------------------
 
 CODE = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
-TORCH, LLAMA = "smollm2-135m?backend=hf&dtype=float32", "smollm2-135m:f32?threads=1"
-DRAFT = "smollm2-135m:q4_0?threads=1"
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(("family", "name"), [("gpt-2", TORCH), pytest.param("qwen2.5", LLAMA, marks=SLOW)])
-def test_a_real_draft_model_with_another_vocabulary_is_lossless_and_accepted(opened, name, family):
-    target = opened(name)
-    drafter = tokens(target, with_vocabulary(opened(DRAFT), read_shelf(family)))
-    plain, drafted = (
-        generate(target, CODE, max_new_tokens=16, ignore_eog=True, **options)
-        for options in ({}, {"drafter": drafter, "k": 4})
-    )
+def test_a_real_draft_model_with_another_vocabulary_is_lossless_and_accepted(opened):
+    target = opened("smollm2-135m?backend=hf&dtype=float32")
+    draft = with_vocabulary(opened("smollm2-135m:q4_0?threads=1"), read_shelf("gpt-2"))
+    run = partial(generate, target, CODE, max_new_tokens=16, ignore_eog=True)
+    plain, drafted = run(), run(drafter=tokens(target, draft), k=4)
     assert drafted.token_ids == plain.token_ids
     assert drafted.acceptance_rate > 0.15

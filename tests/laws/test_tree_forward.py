@@ -16,13 +16,14 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from specnb.errors import CapacityError, EngineError, InputError, StateError
 from specnb.lm import probe, toy
-from specnb.lm.base import LanguageModel, TreeModel
+from specnb.lm.base import TreeModel
 from specnb.lm.hf import decoder
 from specnb.lm.hf import engine as hf_engine
-from specnb.lm.hf.engine import FIRST_ROOM, KeptPastLayer
+from specnb.lm.hf.engine import FIRST_ROOM, KeptPastLayer, tree_mask
 from specnb.lm.hf.model import HfModel
 from specnb.lm.hf.product import Product
 from specnb.lm.tree import Tree
+from tests.laws.faults import raising
 from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
@@ -34,38 +35,32 @@ CLOSE = 2e-5
 """Relative error by float32 rounding between a tree and its paths; wrong positions cause 0.1."""
 
 
-def made(name: str) -> TreeModel:
-    """Return the model of that name, with an empty state."""
-    model = _model(name)
-    model.reset()
-    return model
-
-
 @cache
-def _model(name: str) -> TreeModel:
+def made(name):
+    """Return the model of that name."""
     if name == "toy":
         return toy.ToyLM(toy.markov(VOCAB, order=4)._logits_of, toy.letters(VOCAB), n_ctx=64)
     return torch_lm(*name.split(", "))
 
 
-def torch_lm(family: str = "llama", attention: str = "sdpa", *, n_ctx: int = 64, dtype=torch.float32) -> HfModel:
+def torch_lm(family="llama", attention="sdpa", *, n_ctx=64, dtype=torch.float32):
     net, own = torch_model(family, max_position_embeddings=n_ctx).to(dtype), attention == "decoder"
     if not own:
         net.set_attn_implementation(attention)
     return HfModel(net, None, name=f"{family}, {attention}", n_ctx=n_ctx, decoder="auto" if own else "transformers")
 
 
-def from_scratch(model: LanguageModel, ids: list[int], rows: int | None = None) -> np.ndarray:
+def from_scratch(model, ids, rows=None):
     model.reset()
     return model.forward(ids, rows)
 
 
-def apart(found: np.ndarray, expected: np.ndarray) -> float:
+def apart(found, expected):
     """Return the largest relative difference of a row."""
     return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
 
 
-def off_by(model: TreeModel, past: list[int], tree: Tree) -> float:
+def off_by(model, past, tree):
     """Return the error of the nodes of `tree` after `past`, against passes over their paths."""
     nodes = IDS[-len(tree) :]
     found = in_tree(model, past, tree)
@@ -75,7 +70,7 @@ def off_by(model: TreeModel, past: list[int], tree: Tree) -> float:
     )
 
 
-def in_tree(model: TreeModel, past: list[int], tree: Tree) -> np.ndarray:
+def in_tree(model, past, tree):
     model.reset()
     if past:
         model.forward(past, 0)
@@ -84,7 +79,7 @@ def in_tree(model: TreeModel, past: list[int], tree: Tree) -> np.ndarray:
     return rows
 
 
-def off_after(model: TreeModel, past: list[int], tree: Tree, kept: list[int]) -> float:
+def off_after(model, past, tree, kept):
     """Return the error in three more passes, against a model that processed only `kept`."""
     nodes = IDS[-len(tree) :]
     in_tree(model, past, tree)
@@ -131,7 +126,7 @@ def test_a_node_equals_its_path_and_a_kept_path_equals_plain_decoding(name, tree
 @pytest.mark.parametrize("name", NAMES)
 def test_a_chain_equals_a_forward_pass(name):
     model = made(name)
-    model.forward(IDS[:9], 0)
+    from_scratch(model, IDS[:9], 0)
     expected = model.forward(IDS[-8:])
     np.testing.assert_array_equal(in_tree(model, IDS[:9], Tree.chain(8)), expected)
     beside = Tree((*Tree.chain(7).parents, -1))  # one more node, so that it needs the mask
@@ -174,13 +169,13 @@ def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, 
 
 
 @pytest.fixture(params=["toy", "llama, decoder", "llama, sdpa"])
-def model(request) -> TreeModel:
+def model(request):
     model = made(request.param)
-    model.forward(IDS[:3])
+    from_scratch(model, IDS[:3])
     return model
 
 
-def check_untouched(model: TreeModel) -> None:
+def check_untouched(model):
     assert model.n_past == 3
     found = model.forward([8])
     assert apart(found, from_scratch(model, [*IDS[:3], 8], 1)) < CLOSE
@@ -221,34 +216,30 @@ def test_an_unsettled_tree_blocks_all_other_calls(model):
     check_untouched(model)
     model.reset()
     model.forward_tree([5, 6], Tree((-1, -1)))
-    model.reset()
-    model.forward(IDS[:3])
+    from_scratch(model, IDS[:3])
     check_untouched(model)
 
 
 @pytest.mark.parametrize(
     ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
 )
-@pytest.mark.parametrize("where", ["forward", "gather"])
-@pytest.mark.parametrize("name", ["llama, decoder", "llama, sdpa"])
-def test_a_failed_tree_restores_the_state(monkeypatch, name, where, error, seen):
+@pytest.mark.parametrize(
+    ("name", "owner", "method"),
+    [
+        ("llama, decoder", Product, "multiply"),
+        ("llama, decoder", decoder.Decoder, "gather"),
+        ("llama, sdpa", LlamaMLP, "forward"),
+        ("llama, sdpa", KeptPastLayer, "gather"),
+    ],
+)
+def test_a_failed_tree_restores_the_state(monkeypatch, name, owner, method, error, seen):
+    """Whether the forward pass fails or the choice of a path."""
     model = made(name)
-    model.forward(IDS[:3])
-
-    def fail(*_):
-        raise error
-
-    with monkeypatch.context() as patch:
-        if where == "forward":
-            patch.setattr(*((Product, "multiply") if "decoder" in name else (LlamaMLP, "forward")), fail)
-            with pytest.raises(seen):
-                model.forward_tree([5, 6], Tree((-1, -1)))
-        else:
-            model.forward_tree([5, 6], Tree((-1, -1)))
-            patch.setattr(decoder.Decoder if "decoder" in name else KeptPastLayer, "gather", fail)
-            with pytest.raises(seen):
-                model.keep_path([1])
-    assert model.n_past == 3
+    from_scratch(model, IDS[:3])
+    with monkeypatch.context() as patch, pytest.raises(seen):
+        patch.setattr(owner, method, raising(error))
+        model.forward_tree([5, 6], Tree((-1, -1)))
+        model.keep_path([1])
     check_untouched(model)
 
 
@@ -275,66 +266,43 @@ def test_models_that_would_be_wrong_report_why_they_support_no_trees(kind, confi
 # --- broken trees ---------------------------------------------------------------------------------------------------
 
 
-def sibling_visible(patch) -> None:
-    patch.setattr(Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool)))
+def one_off(gather):
+    return lambda self, start, nodes: gather(self, start, [max(node - 1, 0) for node in nodes])
 
 
-def index_for_depth(patch) -> None:
-    patch.setattr(Tree, "depths", property(lambda tree: tuple(range(len(tree)))))
-
-
-def boolean_mask(patch) -> None:
-    right = hf_engine.tree_mask
-    patch.setattr(hf_engine, "tree_mask", lambda *args, **kwargs: right(*args, **kwargs) == 0)
-
-
-def gathered_one_off(patch) -> None:
-    right = KeptPastLayer.gather
-    patch.setattr(
-        KeptPastLayer, "gather", lambda layer, start, nodes: right(layer, start, [max(n - 1, 0) for n in nodes])
-    )
-
-
-def paths_in_order_of_nodes(patch) -> None:
-    patch.setattr(decoder, "_paths", lambda n, tree: [(torch.arange(n), list(range(n)))])
-
-
-def decoder_gathers_one_off(patch) -> None:
-    right = decoder.Decoder.gather
-    patch.setattr(
-        decoder.Decoder, "gather", lambda self, start, nodes: right(self, start, [max(n - 1, 0) for n in nodes])
-    )
-
-
-def nothing_gathered(patch) -> None:
-    patch.setattr(KeptPastLayer, "gather", lambda layer, start, nodes: layer.keep(start + len(nodes)))
-
-
+FAULTS = {
+    "siblings are visible": (Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool))),
+    "index for depth": (Tree, "depths", property(lambda tree: tuple(range(len(tree))))),
+    "boolean mask": (hf_engine, "tree_mask", lambda *args, **kwargs: tree_mask(*args, **kwargs) == 0),
+    "one off": (KeptPastLayer, "gather", one_off(KeptPastLayer.gather)),
+    "nothing gathered": (KeptPastLayer, "gather", lambda layer, start, nodes: layer.keep(start + len(nodes))),
+    "paths in the order of nodes": (decoder, "_paths", lambda n, tree: [(torch.arange(n), list(range(n)))]),
+    "decoder is one off": (decoder.Decoder, "gather", one_off(decoder.Decoder.gather)),
+}
+"""Owner, name and replacement of each planted fault."""
 BROKEN = {
-    "llama, decoder": (index_for_depth, paths_in_order_of_nodes, decoder_gathers_one_off),
-    "llama, sdpa": (sibling_visible, index_for_depth, gathered_one_off, nothing_gathered),
-    "llama, eager": (sibling_visible, index_for_depth, boolean_mask, gathered_one_off),
+    "llama, decoder": ("index for depth", "paths in the order of nodes", "decoder is one off"),
+    "llama, sdpa": ("siblings are visible", "index for depth", "one off", "nothing gathered"),
+    "llama, eager": ("siblings are visible", "index for depth", "boolean mask", "one off"),
 }
 
 
-@pytest.mark.parametrize(("name", "plant"), [(name, plant) for name, plants in BROKEN.items() for plant in plants])
-def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, plant):
+@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in BROKEN.items() for fault in faults])
+def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, monkeypatch):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
+    model.reset()
     assert probe.probe_trees(model) == ""
-    with pytest.MonkeyPatch.context() as patch:
-        plant(patch)
-        wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
-        assert wrong > 100 * CLOSE
-        assert "do not get the logits" in probe.probe_trees(model)
-        assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
+    monkeypatch.setattr(*FAULTS[fault])
+    wrong = max(off_by(model, IDS[:9], tree), off_after(model, IDS[:9], tree, tree.path(5)))
+    assert wrong > 100 * CLOSE
+    model.reset()
+    assert "do not get the logits" in probe.probe_trees(model)
+    assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
 
 def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
-    def changed(*_args, **_kwargs):
-        raise TypeError("masks are made otherwise now")
-
-    monkeypatch.setattr(hf_engine, "tree_mask", changed)
+    monkeypatch.setattr(hf_engine, "tree_mask", raising(TypeError("masks are made otherwise now")))
     model = torch_lm()
     model.forward(IDS[:3])
     assert not model.caps.trees

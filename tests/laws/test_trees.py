@@ -195,14 +195,8 @@ def test_a_controller_for_chains_rejects_trees():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_bad_logits_in_a_tree_stop_the_run_with_their_position(temperature):
     """The third node, the second of its path, has NaN: two tokens after the prompt."""
-    fed = []
-
-    def logits_of(prefix):
-        row = np.full(5, -1e9)
-        row[(prefix[-1] + 1) % 5] = np.nan if prefix == (0, 1, 2) else 4.0
-        return row
-
-    target = toy.ToyLM(logits_of, toy.letters(5))
+    fed, rows = [], toy.cyclic(5)._logits_of
+    target = toy.ToyLM(lambda prefix: rows(prefix) * (np.nan if prefix == (0, 1, 2) else 1), toy.letters(5))
     target.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
     shape = Proposal((1, 4, 2), tree=Tree((-1, -1, 0)))
     with pytest.raises(NonFiniteLogits, match=r"after 3 tokens.*layer 7"):
@@ -214,9 +208,9 @@ def test_bad_logits_in_a_tree_stop_the_run_with_their_position(temperature):
 class Knowing(Trees):
     """Proposes a tree with the correct continuation at nodes 1, 3 and 4, and other siblings."""
 
-    def __init__(self, prompt, truth, vocab):
+    def __init__(self, plain, vocab):
         super().__init__(6, vocab)
-        self._text = [*prompt, *truth, *[0] * 8]
+        self._text = [*plain.prompt_ids, *plain.token_ids, *[0] * 8]
 
     def propose(self, tokens, k, picker):
         a, b, c, d = self._text[len(tokens) : len(tokens) + 4]
@@ -228,6 +222,5 @@ class Knowing(Trees):
 def test_a_real_model_verifies_trees_as_it_decodes_plainly(opened):
     target = opened("smollm2-135m?backend=hf&dtype=float32")
     plain = generate(target, "def fibonacci(n):\n", max_new_tokens=32)
-    drafter = Knowing(plain.prompt_ids, plain.token_ids, target.vocab.size)
-    made = generate(target, plain.prompt_ids, drafter=drafter, max_new_tokens=32)
+    made = generate(target, plain.prompt_ids, drafter=Knowing(plain, target.vocab.size), max_new_tokens=32)
     assert made.token_ids == plain.token_ids and made.tau > 3

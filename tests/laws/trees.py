@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from specnb.draft.base import Proposal
-from specnb.draft.lookup import LookupDrafter
+from specnb.draft.base import DrafterBase, Proposal
 from specnb.lm.tree import COMMITTED, Tree
 
 
@@ -22,12 +21,13 @@ TREES = {
 }
 
 
-class Trees(LookupDrafter):
+class Trees(DrafterBase):
     """Proposes a tree of `size` nodes and `vocab` tokens by the text; siblings differ."""
 
+    name = "trees"
+
     def __init__(self, size, vocab, seed=0, parents=None):
-        super().__init__()
-        self.name, self.tree_nodes, self._vocab, self._seed, self._parents = "trees", size, vocab, seed, parents
+        self.tree_nodes, self._vocab, self._seed, self._parents = size, vocab, seed, parents
 
     def propose(self, tokens, k, picker):
         draws = np.random.default_rng([self._seed, *tokens])

@@ -26,12 +26,10 @@ class SpellingLM(toy.ToyLM):
 
 def model(pieces, *, order=1, seed=0, sharpness=1.5, n_ctx=4096, **vocabulary):
     """Return a random Markov model whose id i is `pieces[i]`."""
-    made = toy.markov(len(pieces), order=order, seed=seed, sharpness=sharpness)
-    made.__class__ = SpellingLM
-    made.vocab = Vocabulary(pieces=tuple(pieces), kind="toy", **vocabulary)
-    made.caps = replace(made.caps, n_ctx=n_ctx)
-    made.name = f"{made.name} of {b' '.join(pieces).decode(errors='replace')}"
-    return made
+    markov = toy.markov(len(pieces), order=order, seed=seed, sharpness=sharpness)
+    vocab = Vocabulary(pieces=tuple(pieces), kind="toy", **vocabulary)
+    name = f"{markov.name} of {b' '.join(pieces).decode(errors='replace')}"
+    return SpellingLM(markov._logits_of, vocab, name=name, n_ctx=n_ctx)
 
 
 def rewritten(source, pieces):
@@ -43,6 +41,4 @@ def rewritten(source, pieces):
         row = source._logits_of(tuple(ids[token] for token in prefix))
         return np.array([-np.inf if i is None else row[i] for i in ids])
 
-    made = toy.ToyLM(logits_of, replace(source.vocab, pieces=tuple(pieces)), name=f"{source.name} rewritten")
-    made.__class__ = SpellingLM
-    return made
+    return SpellingLM(logits_of, replace(source.vocab, pieces=tuple(pieces)), name=f"{source.name} rewritten")

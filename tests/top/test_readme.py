@@ -58,12 +58,12 @@ PAYING = {
 
 
 def over_fastest() -> str:
-    targets = read("tests/benchmarks/over_fastest.json")["targets"]
+    stored = read("tests/benchmarks/over_fastest.json")["rows"]
+    rows = {(row["target"], row["content"], row["method"]): row for row in reversed(stored)}
     speedups = []
     for target, methods in PAYING.items():
-        rows = {(row["content"], row["method"]): row for row in targets[target]["rows"]}
         cells = []
-        for row in (rows[method] for method in methods):
+        for row in (rows[target, *method] for method in methods):
             ends = f"{row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f}"
             cells.append(f"{row['over_fastest']:.2f} ({ends})")
         speedups.append(", ".join(cells))

@@ -1,0 +1,57 @@
+"""What the benchmarks share: their arguments, their prompts, and the records they write."""
+
+import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specnb.io import plain, read_json, write_atomic
+from specnb.machine import cpu_facts
+from specnb.prompts import Prompt, digest_prompts, prompts
+from specnb.provenance import provenance
+
+MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
+KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
+"""A row of a record is replaced by a new one with the same values in these fields."""
+
+Rows = Sequence[dict[str, Any]]
+
+
+def arguments(description: str, script: str) -> ArgumentParser:
+    """Return a parser with `--out`, the JSON record to write, by default the one next to the script."""
+    parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
+    record = Path(script).with_suffix(".json")
+    parser.add_argument("--out", type=Path, default=record, help="the JSON record to write [%(default)s]")
+    return parser
+
+
+def chosen_prompts(content: str, limit: int) -> list[Prompt]:
+    """Return prompts of a content: the package's, then those of `more_prompts.jsonl`."""
+    return [*prompts(content), *prompts(content, source=MORE)][:limit]
+
+
+def write_record(path: Path, document: Mapping[str, Any], chosen: Sequence[Prompt] = ()) -> None:
+    """Write a document with its provenance, which has the digest of the prompts."""
+    _write(path, {**document, "provenance": _facts(chosen)})
+
+
+def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = ()) -> None:
+    """Add rows to the lists of a record; each row names its CPU, and the provenance is by CPU."""
+    cpu = {"cpu": cpu_facts()["model"], "capability": torch.backends.cpu.get_cpu_capability()}
+    document = read_json(path) if path.is_file() else {"provenance": {}}
+    for name, rows in lists.items():
+        every = [*document.get(name, ()), *(row | cpu for row in rows)]
+        document[name] = list({tuple(row.get(field) for field in KEY): row for row in every}.values())
+    document["provenance"][" ".join(cpu.values())] = _facts(chosen)
+    _write(path, document)
+
+
+def _facts(chosen: Sequence[Prompt]) -> dict[str, Any]:
+    return provenance(prompts_digest=digest_prompts(chosen) if chosen else None)
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    write_atomic(path, f"{json.dumps(plain(document, nan=None), indent=1)}\n".encode())
