@@ -211,7 +211,7 @@ def list_trained() -> pd.DataFrame:
             {
                 "name": name,
                 "kind": facts["heads"]["kind"],
-                "mb": (folder / LAYOUTS[OWN].file).stat().st_size / 1e6,
+                "mb": (folder / LAYOUTS[OWN]).stat().st_size / 1e6,
                 "parameters": facts["parameters"],
                 "text_tokens": facts["text"]["tokens"]["train"],
                 "examples": recipe["steps"] * recipe["batch_size"],

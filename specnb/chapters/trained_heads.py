@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
-import torch
 from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
@@ -28,17 +27,19 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.bench import FEWEST, Timed, interleaved, interval, tabulate_speeds
+from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
 from specnb.medusa import data
-from specnb.medusa.accuracy import Reference, accuracy_table
+from specnb.medusa.accuracy import Reference, count_ranks, marginal
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.gates import Checked, dead_steps, judge_gates
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.train import HELD_OUT, PRESETS, Examples, Figures, Recipe, objective, time_step, train
-from specnb.medusa.tree import RANKS, TimedTree, TreePlan, fastest_tree
+from specnb.medusa.recipe import PRESETS, Figures, Recipe
+from specnb.medusa.train import lesson_of, time_step, train
+from specnb.medusa.tree import TimedTree, fastest_tree, tree_curve
 from specnb.params import MedusaParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import RunRecord
@@ -60,7 +61,8 @@ class HeadsStudy(Experiment):
         chosen = choose_prompts(params.categories, params.prompts_per_category, params.prompts)
         self.timed, self.judged = chosen
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
-        self.target, self.backbone = self.opened(target), backbone_of(target)
+        self.target = self.opened(target)
+        self.backbone = backbone_of(target)
         self.loaded = {kind: load_kind(getattr(params, kind), kind, target) for kind in KINDS}
         self.checked: dict[str, Checked] = {}
         self.trees: dict[str, list[TimedTree]] = {}
@@ -76,6 +78,11 @@ class HeadsStudy(Experiment):
     def reference(self) -> Reference:
         """The target's own texts of the prompts that heads are judged on."""
         return Reference(self.target, self.judged, self.params.max_new_tokens)
+
+    @cached_property
+    def tree_costs(self) -> CostCurve:
+        """The target's cost of forward passes over trees."""
+        return tree_curve(self.target)
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
@@ -115,19 +122,14 @@ class HeadsStudy(Experiment):
             why = "; ".join(f"{d.name} ({d.evidence}): {d.remedy}" for d in checked.diagnoses)
             raise InputError(f"the {kind} heads failed a gate: {why}")
         scores = checked.evidence.scores
-        accuracy = accuracy_table(scores)["marginal"].to_numpy().reshape(-1, RANKS)
         drafter = HeadsDrafter(self.target, self.loaded[kind][0])
-        self.trees[kind] = timed_trees(drafter, accuracy, self.reference.tree_costs)
-        by_prompt = [accuracy_table([of_prompt])[["hits", "n"]] for of_prompt in scores]
+        self.trees[kind] = timed_trees(drafter, marginal(count_ranks(scores)), self.tree_costs)
+        by_prompt = [count_ranks([of_prompt]) for of_prompt in scores]
         plain_s = self.trees[kind][0].seconds
-
-        def expect_tokens(plan: TreePlan, counts: np.ndarray) -> float:
-            hits, n = counts.sum(axis=0).T
-            return plan.tokens((hits / n.clip(1)).reshape(-1, RANKS))
-
         rows = {}  # several sizes may have the same tree
         for plan, tokens, seconds in self.trees[kind]:
-            gains = plain_s / seconds * np.array(interval(by_prompt, partial(expect_tokens, plan)))
+            expected = interval(by_prompt, lambda counts, plan=plan: plan.tokens(marginal(counts.sum(0))))
+            gains = plain_s / seconds * np.array(expected)
             rows[len(plan)] = (len(plan), plan.depth, tokens, seconds, *gains)
         columns = ["nodes", "depth", "tokens", "seconds", "speedup", "low", "high"]
         return pd.DataFrame(rows.values(), columns=columns)
@@ -165,7 +167,9 @@ class HeadsStudy(Experiment):
 
         One row per kind and shape: prompts, and the number of texts that `differ` from plain ones.
         """
-        p, target, loaded = self.params, self.target, self.loaded
+        p = self.params
+        target = self.target
+        loaded = self.loaded
         n = p.prompts_per_category
         chosen = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
         if target.caps.dtype != "float32":
@@ -263,10 +267,9 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = No
     `step(run, step, loss, figures)`. Columns: run, head, steps, told_s (estimated seconds), took_s,
     and held-out top1_before, top1, top5_before, top5.
     """
-    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
-    with torch.no_grad():
-        _, before = objective(heads.float(), recipe, held_out.spread(HELD_OUT))
-    step_s = time_step(heads, recipe, objective, examples)
+    lesson = lesson_of(heads.float(), recipe, text)
+    before = lesson.judge()
+    step_s = time_step(heads, recipe, lesson)
     if watch:
         watch.starts(run, recipe.steps, step_s)
     options = {"on_step": partial(watch.step, run)} if watch else {}

@@ -26,18 +26,16 @@ from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.bench import FEWEST, Interval, student_t, wilson
-from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
-from specnb.medusa.nets import MOST_HEADS, Heads, backbone_of, draft_ids
-from specnb.medusa.tree import RANKS, tree_curve
+from specnb.medusa.nets import MOST_HEADS, Heads, backbone_of
+from specnb.medusa.tree import RANKS
 from specnb.prompts import Prompt
 from specnb.records import Generation
 
 MAX_NEW_TOKENS = 64
 """Most tokens of a text along which heads are judged."""
-PROBE_ROWS = 32
 NO_LABEL = -1
 """In ranks: the text ends before the token that the head predicts."""
 PIECE = 32
@@ -77,23 +75,20 @@ def states_of(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     ids = list(ids)
     first = len(ids) - rows + 1
     width = min(PIECE, target.caps.same_bits_up_to or PIECE)
-    pieces = [ids[:first], *(ids[start : start + width] for start in range(first, len(ids), width))]
     caught = []
-    parts = []
     stop = target.listen(lambda *states: caught.append(states))
     target.reset()
     try:
-        for piece in pieces:
-            caught.clear()
-            last = len(piece) if parts else 1
-            logits = target.forward(piece, n_logits=last)
-            # Engines may split a long or recurrent pass into several.
-            parts.append((*(torch.cat(x)[-last:] for x in zip(*caught, strict=True)), logits))
+        logits = [target.forward(ids[:first], n_logits=1)]
+        for start in range(first, len(ids), width):
+            piece = ids[start : start + width]
+            logits.append(target.forward(piece, n_logits=len(piece)))
     finally:
         stop()
         target.reset()
-    pre_norm, post_norm, all_logits = zip(*parts, strict=True)
-    return States(torch.cat(pre_norm), torch.cat(post_norm), np.concatenate(all_logits))
+    # Engines may split a long or recurrent pass into several.
+    pre_norm, post_norm = (torch.cat(states)[-rows:] for states in zip(*caught, strict=True))
+    return States(pre_norm, post_norm, np.concatenate(logits))
 
 
 def states_along(target: LanguageModel, generation: Generation) -> States:
@@ -116,7 +111,7 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
     """
     if normed is None:
         normed = block_input(heads, states)
-    drafts = draft_ids(heads).to(normed.device)
+    drafts = heads.draft_ids().to(normed.device)
     n, n_heads = len(states.ids), heads.config.n_heads
     padded = F.pad(states.ids, (0, 1 + n_heads), value=NO_LABEL)
     ranks = []
@@ -156,7 +151,8 @@ class Reference:
 
         Intervals need FEWEST prompts or more.
         """
-        self.target, self.backbone = target, backbone_of(target)
+        self.target = target
+        self.backbone = backbone_of(target)
         self.plain = []
         for done, prompt in enumerate(prompts):
             progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
@@ -166,23 +162,19 @@ class Reference:
     def first(self, n: int) -> Self:
         """Return the reference of the first `n` prompts."""
         part = copy(self)
-        part.plain, part.states = self.plain[:n], self.states[:n]
+        part.plain = self.plain[:n]
+        part.states = self.states[:n]
         return part
 
-    @cached_property
-    def probe(self) -> States:
-        """The last PROBE_ROWS states of the longest text."""
-        ids = max(((*text.prompt_ids, *text.token_ids[:-1]) for text in self.plain), key=len)
-        return states_of(self.target, ids, min(PROBE_ROWS, len(ids)))
+    @property
+    def longest(self) -> States:
+        """The states along the longest text."""
+        return max(self.states, key=lambda states: len(states.ids))
 
     @cached_property
     def baseline(self) -> Baseline:
         """The fastest plain decoding of the target's weights, in any engine."""
         return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
-
-    @cached_property
-    def tree_costs(self) -> CostCurve:
-        return tree_curve(self.target)
 
 
 class HeadsEvidence:
@@ -198,7 +190,9 @@ class HeadsEvidence:
         report: LoadReport | None,
         progress: Progress = silent,
     ) -> None:
-        self.reference, self.heads, self.report = reference, heads, report
+        self.reference = reference
+        self.heads = heads
+        self.report = report
         self.log = report.log if report else ()
         drafter = HeadsDrafter(reference.target, heads)
         decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
@@ -230,11 +224,8 @@ class HeadsEvidence:
 
         Columns: head, accuracy, low, high, n.
         """
-        rows = []
-        for head in range(self.heads.config.n_heads):
-            ranks = [scores.rank[scores.rank[:, head] != NO_LABEL, head] for scores in self.scores]
-            share = share_interval([((rank == 0).sum(), len(rank)) for rank in ranks])
-            rows.append((head, *share, sum(map(len, ranks))))
+        counts = np.stack([count_ranks([of])[:, [0, -1]] for of in self.scores], axis=1)  # (heads, prompts, 2)
+        rows = [(head, *share_interval(of), of[:, 1].sum()) for head, of in enumerate(counts)]
         return pd.DataFrame(rows, columns=["head", "accuracy", "low", "high", "n"])
 
     @cached_property
@@ -246,26 +237,19 @@ class HeadsEvidence:
         return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
 
 
-def accuracy_table(scores: Sequence[Scores]) -> pd.DataFrame:
-    """Return one row per head and rank: head, rank (from 0), marginal, cumulative, hits, n.
+def count_ranks(scores: Sequence[Scores]) -> np.ndarray:
+    """Count how often the true token has each rank, `(n_heads, RANKS + 1)`.
 
-    `marginal` is the share of the `n` positions whose true token has this rank, `cumulative` the
-    share with this rank or a better one.
+    The last column is the number of positions with a true token.
     """
     ranks = np.concatenate([of.rank for of in scores])
-    hits = (ranks[..., None] == np.arange(RANKS)).sum(0)  # (n_heads, RANKS)
-    n = np.broadcast_to((ranks != NO_LABEL).sum(0)[:, None], hits.shape)
-    shares = hits / n.clip(1)
-    head, rank = np.indices(hits.shape)
-    columns = {
-        "head": head,
-        "rank": rank,
-        "marginal": shares,
-        "cumulative": shares.cumsum(1),
-        "hits": hits,
-        "n": n,
-    }
-    return pd.DataFrame({name: values.ravel() for name, values in columns.items()})
+    hits = (ranks[..., None] == np.arange(RANKS)).sum(0)
+    return np.column_stack([hits, (ranks != NO_LABEL).sum(0)])
+
+
+def marginal(counts: np.ndarray) -> np.ndarray:
+    """Return the share of positions whose true token has each rank, `(n_heads, RANKS)`."""
+    return counts[:, :-1] / counts[:, -1:].clip(1)
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
@@ -276,7 +260,8 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
     than as many of several texts. All values are NaN without a trial.
     """
     data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)
-    (hits, trials), n = data.sum(axis=0), len(data)
+    hits, trials = data.sum(axis=0)
+    n = len(data)
     rate = hits / trials if n else nan
     if n < FEWEST:
         return Interval(rate, nan, nan)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.random import Generator
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -36,8 +36,9 @@ from specnb.io import digest, project_dir, read_json, write_atomic
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.engine import cache_argument, new_cache
 from specnb.lm.hf.hidden import pre_norm_states
+from specnb.lm.hf.int4 import dense_copy
 from specnb.lm.hf.product import pack
-from specnb.machine import free_bytes
+from specnb.machine import auto_dtype, free_bytes, need_bytes
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa.nets import backbone_of
 
@@ -151,30 +152,31 @@ def tapped_layers(n_layers: int) -> list[int]:
     return [max(0, layer) for layer in (min(2, high), n_layers // 2, 2 * n_layers // 3, high)]
 
 
+def text_writer(model: LanguageModel) -> PreTrainedModel:
+    """Return the network that writes text for a model: its own, or a dense copy of an int4 one.
+
+    The int4 kernel multiplies four rows at a time, so its passes over a batch of rows take several
+    times as long as dense ones. The copy has the same weights, dequantized to bfloat16 if the CPU
+    has it in hardware, else float32. Its states differ from those of int4 by rounding. Without
+    memory for it, the int4 model writes.
+    """
+    net = model.network
+    n_weights = sum(m.in_features * m.out_features for m in net.modules() if isinstance(m, nn.Linear))
+    if model.caps.dtype == "int4" and need_bytes(8 * n_weights) <= free_bytes():
+        net = dense_copy(net)
+        if auto_dtype() == "float32":
+            net = net.float()
+    pack(net)
+    return net
+
+
 @contextmanager
-def attending_in_groups(net: PreTrainedModel) -> Iterator[None]:
-    """Compute the attention of one new token per row by two matrix products inside the block.
+def attention_in_groups(net: PreTrainedModel) -> Iterator[None]:
+    """Compute the attention of one new token per row by `attend_in_groups` inside the block.
 
     For query heads that share keys, without a mask, torch's SDPA takes ten times as long on a CPU.
     """
-
-    def attend(
-        module: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        *,
-        scaling: float,
-        **options: Any,
-    ):
-        if q.shape[2] > 1 or mask is not None:
-            return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **options)
-        q = q.view(*k.shape[:2], -1, k.shape[-1]) * scaling  # (B, G, H / G, d)
-        attended = (q @ k.transpose(2, 3)).softmax(-1) @ v
-        return attended.flatten(1, 2)[:, None], None
-
-    AttentionInterface.register("groups", attend)
+    AttentionInterface.register("groups", attend_in_groups)
     AttentionMaskInterface.register("groups", sdpa_mask)
     before = net.config._attn_implementation
     net.set_attn_implementation("groups" if before == "sdpa" else before)
@@ -184,13 +186,23 @@ def attending_in_groups(net: PreTrainedModel) -> Iterator[None]:
         net.set_attn_implementation(before)
 
 
+def attend_in_groups(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any):
+    """Attend by two matrix products if there is one query per row and no mask, else by SDPA.
+
+    `q (B, H, n, d)`, `k` and `v (B, G, length, d)`, for G groups of H / G heads that share keys.
+    """
+    if q.shape[2] > 1 or mask is not None:
+        return sdpa_attention_forward(module, q, k, v, mask, **options)
+    q = q.view(*k.shape[:2], -1, k.shape[-1]) * options["scaling"]  # (B, G, H / G, d)
+    attended = (q @ k.transpose(2, 3)).softmax(-1) @ v
+    return attended.flatten(1, 2)[:, None], None
+
+
 @torch.inference_mode()
 def write_rows(
-    model: LanguageModel, seeds: Sequence[tuple[int, ...]], length: int, rng: Generator
-) -> tuple[TextRows, Tensor]:
+    net: PreTrainedModel, seeds: Sequence[tuple[int, ...]], length: int, rng: Generator
+) -> tuple[np.ndarray, Tensor]:
     """Continue `seeds` to `length` tokens; also return states `(rows, length, layers, hidden)`."""
-    net = model.network
-    pack(net)
     options = {cache_argument(net): new_cache(net), "use_cache": True}
     seed_lengths = np.array([len(seed) for seed in seeds])
     tokens = np.zeros((len(seeds), length), np.int32)
@@ -198,7 +210,7 @@ def write_rows(
         row[: len(seed)] = seed
     states = []
     begin = 0
-    with attending_in_groups(net):
+    with attention_in_groups(net):
         for end in range(seed_lengths.min(), length + 1):
             # 1. Feed what is new: first the shortest seed's length of every row, then one token.
             logits, state = forward_tapped(net, tokens[:, begin:end], **options)
@@ -208,7 +220,7 @@ def write_rows(
             if end < length:
                 growing = seed_lengths <= end
                 tokens[growing, end] = sample(logits, rng)[growing]
-    return TextRows(tokens, mark_own(tokens, seed_lengths, model.vocab.eog)), torch.cat(states, 1)
+    return tokens, torch.cat(states, 1)
 
 
 def sample(logits: Tensor, rng: Generator) -> np.ndarray:
@@ -258,8 +270,11 @@ def write_splits(
     `batches` is the number of batches per split. Raises InputError when the folder holds text of
     other settings, another model, or an older version of specnb.
     """
+    writer = text_writer(model)
     settings = {"writing": writing._asdict(), "python": platform.python_version()}
     settings |= {"backbone": backbone_of(model).digest, "model": model.name}
+    if writer is not model.network:
+        settings["written_in"] = str(writer.dtype)
     facts = folder / FACTS_FILE
     if not facts.is_file():
         write_atomic(facts, json.dumps(settings, indent=1).encode())
@@ -275,7 +290,9 @@ def write_splits(
         progress(done, len(parts), "generating training text and its hidden states")
         rng = np.random.default_rng([writing.seed, SPLITS.index(split), number])
         seeds = draw_seeds(model, texts[split], writing, rng)
-        save_rows(file, *write_rows(model, seeds, writing.length, rng))
+        tokens, states = write_rows(writer, seeds, writing.length, rng)
+        own = mark_own(tokens, np.array([*map(len, seeds)]), model.vocab.eog)
+        save_rows(file, TextRows(tokens, own), states)
 
 
 def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:

@@ -5,12 +5,12 @@ the newest: the newest was chosen from its logits and is processed in the next f
 predicts the token i + 1 places after the newest. Nothing is drafted in the first round.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,17 +23,9 @@ from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CostCurve
-from specnb.medusa.checkpoint import CONFIG_FILE, load_trained_heads, open_heads, shipped
-from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.tree import (
-    PUBLISHED,
-    SIZES,
-    TimedTree,
-    TreePlan,
-    fastest_tree,
-    grow,
-    tree_curve,
-)
+from specnb.medusa.checkpoint import CONFIG_FILE, LoadReport, load_trained_heads, open_heads, shipped
+from specnb.medusa.nets import backbone_of
+from specnb.medusa.tree import SIZES, TimedTree, TreePlan, fastest_tree, grow, tree_curve
 
 
 class HeadsDrafter(DrafterBase):
@@ -45,10 +37,12 @@ class HeadsDrafter(DrafterBase):
     needs at most as many heads as there are.
     """
 
+    target: Any  # a torch model
+
     def __init__(
         self,
-        target: LanguageModel,
-        heads: Heads,
+        target: Any,
+        heads: Any,
         plan: TreePlan | None = None,
         *,
         states: Any = None,
@@ -64,7 +58,8 @@ class HeadsDrafter(DrafterBase):
     def take_plan(self, plan: TreePlan | None) -> None:
         """Draft by another plan from now on; by none, a chain."""
         self.n_heads = self.heads.config.n_heads if plan is None or len(plan) else 0
-        self.tree_nodes, self._plan = len(plan or ()), plan
+        self.tree_nodes = len(plan or ())
+        self._plan = plan
 
     def start(self, tokens: Sequence[int]) -> None:
         """Note the length of the prompt. All other state is the target's."""
@@ -82,7 +77,8 @@ class HeadsDrafter(DrafterBase):
             return Proposal(self._nodes(logits, plan), None, perf_counter() - start_s, plan)
 
     def _logits(self, tokens: Sequence[int]) -> "Logits":
-        heads, newest = self.heads, tokens[-1]
+        heads = self.heads
+        newest = tokens[-1]
         pre_norm, post_norm = self._states.at(len(tokens) - 2)
         hidden = post_norm if heads.config.input == "post_norm" else pre_norm
         if self.at_once:
@@ -96,7 +92,8 @@ class HeadsDrafter(DrafterBase):
         return conditioned
 
     def _chain(self, logits: "Logits", k: int, picker: Picker, forward_s: float) -> Proposal:
-        ids, rows = [], []
+        ids = []
+        rows = []
         for head in range(min(k, self.n_heads)):
             start_s = perf_counter()
             drafted = logits(head, [ids])[0].cpu().numpy()
@@ -121,17 +118,17 @@ class HeadsDrafter(DrafterBase):
         Each level is one batch, and only the best tokens are copied to the CPU.
         """
         paths: dict[int, list[int]] = {COMMITTED: []}
-        for head, level in enumerate(plan.levels):
+        for head in range(plan.depth):
+            level = [node for node, depth in enumerate(plan.depths) if depth == head]
             parents = sorted({plan.parents[node] for node in level})
             rows = logits(head, [paths[parent] for parent in parents])
             best, drafts = rows.topk(1 + max(plan.ranks[node] for node in level))
             if not best.isfinite().all():
                 raise NonFiniteLogits(f"head {head} has NaN or infinite logits")
-            tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()
-            best_of = dict(zip(parents, tokens, strict=True))
+            tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()  # of each parent's children
             for node in level:
                 parent = plan.parents[node]
-                paths[node] = [*paths[parent], best_of[parent][plan.ranks[node]]]
+                paths[node] = [*paths[parent], tokens[parents.index(parent)][plan.ranks[node]]]
         return tuple(paths[node][-1] for node in range(len(plan)))
 
     def _full_row(self, row: np.ndarray, elsewhere: float) -> np.ndarray:
@@ -144,7 +141,8 @@ class HeadsDrafter(DrafterBase):
 
     def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
         with torch.inference_mode():
-            logits, heads = self._logits(tokens), range(min(len(ahead), self.n_heads))
+            logits = self._logits(tokens)
+            heads = range(min(len(ahead), self.n_heads))
             return [self._full_row(logits(i, [ahead[:i]])[0].cpu().numpy(), -np.inf) for i in heads]
 
     def step_s(self) -> float:
@@ -161,7 +159,8 @@ Medusa heads do not read drafted tokens: they have one row for all paths."""
 
 def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
     """Return the median seconds to draft `depth` tokens. The target is empty afterwards."""
-    target, greedy = drafter.target, Chooser(Sampling())
+    target = drafter.target
+    greedy = Chooser(Sampling())
     target.reset()
     drafter.start([0])
     target.forward([0, 0], n_logits=1)
@@ -175,6 +174,7 @@ def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
 
 
 CHAIN, AUTO = "chain", "auto"
+Planned = TypeVar("Planned", bound=HeadsDrafter)
 KINDS = ("medusa", "hydra")
 """Kinds of heads to look for if none is named, in this order."""
 
@@ -207,53 +207,47 @@ def heads_drafter(
     """
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
     heads, report = load_trained_heads(checkpoint, backbone_of(target))
-    drafter = HeadsDrafter(target, heads)
-    drafter.findings = report.findings
-    plan_drafts(drafter, tree, report.training)
-    return drafter
+    return plan_drafts(HeadsDrafter(target, heads), tree, report)
 
 
 hydra_drafter = partial(heads_drafter, kinds=("hydra",))
 """Return the shipped Hydra heads that were trained on the target."""
 
 
-def plan_drafts(drafter: HeadsDrafter, tree: str | int, training: Mapping[str, Any]) -> None:
-    """Set what a drafter drafts, from the accuracies on held-out text in the facts of `training`.
+def plan_drafts(drafter: Planned, tree: str | int, report: LoadReport) -> Planned:
+    """Set what a drafter drafts, from the accuracies on held-out text in the facts of its training.
 
     `tree` is "chain", a number of nodes, or "auto": the tree with the most expected tokens per
     second, by its measured cost. The drafter's findings say what was chosen, and why.
     """
     size = tree_size(tree)
-    accuracy = np.array(training["accuracy"]) if training.get("accuracy") else None
+    shares = report.training.get("accuracy")
+    accuracy = np.array(shares) if shares else None  # (heads, ranks)
     drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
+    drafter.findings = report.findings
     if size != CHAIN:
         plan, reason = choose_plan(drafter, size, accuracy)
         drafter.take_plan(plan)
         drafter.findings += (reason,) if reason else ()
+    return drafter
 
 
 def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
     """Return the plan of `size` nodes, or the fastest (AUTO), and a reason that users should know.
 
-    `accuracy (heads, ranks)` is marginal. May change the drafter's plan.
+    `accuracy (heads, ranks)` is marginal. A plan of None is a chain. May change the drafter's plan.
     """
-    target, n_heads = drafter.target, drafter.heads.config.n_heads
-    if isinstance(size, int) and accuracy is not None:
-        return grow(accuracy[:n_heads], size), ""
-    if isinstance(size, int):
-        reason = "the tree was chosen by accuracies published for Vicuna 7B: none came with the heads"
-        return grow(PUBLISHED[:n_heads], size), reason
+    target = drafter.target
     if accuracy is None:
         return None, "a chain is drafted: no accuracies came with the heads to choose a tree by"
+    if isinstance(size, int):
+        return grow(accuracy[: drafter.n_heads], size), ""
     if not target.caps.trees:
         reason = target.caps.trees_reason or target.caps.engine
         return None, f"a chain is drafted: {target.name} cannot verify trees ({reason})"
     best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
     if not len(best.plan):
-        return (
-            best.plan,
-            "nothing is drafted: plain decoding was measured to be faster than any tree",
-        )
+        return best.plan, "nothing is drafted: plain decoding was measured to be faster than any tree"
     rates = f"{best.tokens:.2f} tokens per round and {best.tokens_per_s:.1f} per second"
     return best.plan, f"a tree of {len(best.plan)} nodes is drafted: {rates} are expected"
 

@@ -18,10 +18,12 @@ from torch import nn
 from specnb.lm.base import LanguageModel
 from specnb.measure.experiment import Progress, silent
 from specnb.medusa import gates
-from specnb.medusa.accuracy import Reference, accuracy_table, states_of
+from specnb.medusa.accuracy import Reference, count_ranks, marginal, states_of
 from specnb.medusa.checkpoint import OWN, LoadReport
-from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads
-from specnb.medusa.train import Examples, Recipe, train
+from specnb.medusa.examples import Examples
+from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads, seeded
+from specnb.medusa.recipe import Recipe
+from specnb.medusa.train import train
 from specnb.records import pool_rounds
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
@@ -60,8 +62,7 @@ Planted = tuple[Heads, LoadReport | None]
 def draw_new_heads(sound: Sound) -> Planted:
     """Return heads whose blocks torch initialized: those of a benchmark that loads no checkpoint."""
     untrained = vary_heads(sound)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(sound.seed)
+    with seeded(sound.seed):
         for module in untrained.modules():
             if isinstance(module, ResidualBlock):
                 module.linear.reset_parameters()
@@ -135,8 +136,8 @@ def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress:
         row = {"fault": fault, "alpha_1": first.alpha, "kept": first.kept, "tested": first.tested}
         row |= {
             "tau": pool_rounds(evidence.chains)["tau"],
-            "right": accuracy_table(evidence.scores)["marginal"][0],
-            "right_normed_once": accuracy_table(once)["marginal"][0],
+            "right": marginal(count_ranks(evidence.scores))[0, 0],
+            "right_normed_once": marginal(count_ranks(once))[0, 0],
             "copies": evidence.copies().mean(),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),

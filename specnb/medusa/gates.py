@@ -124,18 +124,18 @@ def judge_loading(e: HeadsEvidence) -> Verdict:
 
 def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     """Without their blocks the heads give the backbone's own logits, from the state normed once."""
-    probe = e.reference.probe
-    normed = block_input(e.heads, probe)
-    expected = torch.from_numpy(probe.logits)
+    states = e.reference.longest
+    normed = block_input(e.heads, states)
+    expected = torch.from_numpy(states.logits)
     if e.heads.token_map is not None:
         expected = expected[:, e.heads.token_map.cpu()]
-    # Both sides are rounded in 16-bit types: allow the spacing at the largest logit.
-    # an int4 lm_head rounds its weights and its products, each to bfloat16
+    # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4 lm_head
+    # rounds its weights and its products, each to bfloat16.
     allowed = max(EXACT, 2 * torch.finfo(e.heads.shared_lm_head.dtype).eps)
     error = relative_error(F.linear(normed, e.heads.shared_lm_head), expected)
     says = f"without blocks, logits differ from the backbone's by {error:.2g} (relative), {allowed:.2g} is allowed"
-    others = other_norms(e.reference.backbone, probe).items()
-    fault = next((name for name, state in others if relative_error(normed, state) <= allowed), "wrong norm")
+    others = other_norms(e.reference.backbone, states).items()
+    fault = next((name for name, other in others if relative_error(normed, other) <= allowed), "wrong norm")
     return error <= allowed, says, fault
 
 

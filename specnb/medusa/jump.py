@@ -1,10 +1,15 @@
 """One transformer block that drafts autoregressively from states of the target's inner layers.
 
-The first step after token t computes z = S s_t + E e_t+1, where s_t are the outputs of some of the
-target's layers at t, and e_t+1 is the embedding of the next token. One block of attention and MLP
-with its own KV cache gives g = block(z); a norm and the lm_head's rows of a draft vocabulary give
-the logits. The next step computes z = O g + E e_t+2. States and embeddings are scaled to a mean
-square of 1.
+The first step after token t reads the target's states, each next step the block's own output:
+
+    z_1 = S s_t + E e_(t+1)              s_t      outputs of some of the target's layers at t
+    z_j = O g_(j-1) + E e_(t+j)          e_(t+j)  the target's embedding of token t + j
+    g_j = block(z_j)                     g_j      output of one block of attention and MLP
+    logits_j = U norm(g_j)               U        the lm_head's rows of the draft vocabulary
+
+S, O and E are `from_states`, `from_own` and `from_token`. The block has a KV cache of its own.
+States and embeddings are scaled to a mean square of 1. Letters of shapes: B rows of T tokens, S
+starts of rounds, hidden size D.
 
 - `jump` initializes the block with one of the target's, and the maps by least squares: the copy
   then gets about the input that the layers before it would give. After economize's jump drafter,
@@ -21,8 +26,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from specnb.errors import InputError
 from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
@@ -32,7 +36,7 @@ from specnb.lm.tree import COMMITTED, Tree
 from specnb.medusa.checkpoint import load_trained_heads, open_heads
 from specnb.medusa.data import tapped_layers
 from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts
-from specnb.medusa.nets import Backbone, DrafterConfig, frozen_copy
+from specnb.medusa.nets import Backbone, DrafterConfig, DrafterNet, backbone_of, frozen_copy
 
 KINDS = ("jump", "eagle")
 
@@ -50,41 +54,29 @@ class JumpConfig(DrafterConfig):
     draft_vocab: PositiveInt
 
 
-class JumpNet(nn.Module):
-    """The weights of the drafter on a target, which lends its embeddings and rows of its lm_head.
+class JumpNet(DrafterNet):
+    """The weights of the drafter on a target, which lends its embeddings and rows of its lm_head."""
 
-    Shapes: B rows of T tokens, S starts of rounds, hidden size D, H query and G key/value heads of
-    size d.
-    """
-
-    token_map: Tensor
     target: Any  # a PreTrainedModel; its parts are Any, too
     target_norm: Any
     block: Any
 
     def __init__(self, config: JumpConfig, target: PreTrainedModel, token_map: Tensor) -> None:
-        super().__init__()
-        D, layers, norm = config.hidden_size, target.get_decoder().layers, final_norm(target)
-        self.config = config
+        super().__init__(config, Backbone.of(target), token_map)
+        D = config.hidden_size
+        norm = final_norm(target)
         self.from_states = nn.Linear(len(config.layers) * D, D, bias=False)  # S
         self.from_own = nn.Linear(D, D, bias=False)  # O
         self.from_token = nn.Linear(D, D, bias=False)  # E
-        origin = layers[config.copied or 0]
+        origin = target.get_decoder().layers[config.copied or 0]
         if config.copied is None:
             self.block = type(origin)(target.config, layer_idx=0)
         else:
             self.block = dense_copy(origin)
         self.norm = frozen_copy(norm)
-        self.register_buffer("token_map", token_map)
         self.requires_grad_(True).to(target.dtype)
-        # Set without registration: these are not saved, trained or counted. Neither is a plain tensor.
+        # Without registration: these are not saved, trained or counted.
         self.__dict__.update(target=target, target_norm=frozen_copy(norm))
-        self.embeddings = target.get_input_embeddings().weight.detach()
-        self.shared_lm_head = target.get_output_embeddings().weight.detach()[token_map]
-
-    def full_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the vocabulary ids of draft ids."""
-        return self.token_map[draft_ids]
 
     def first_input(self, states: Tensor, ids: Tensor) -> Tensor:
         """Return z `(…, D)` from the target's states `(…, layers, D)` and the next tokens `(…)`."""
@@ -107,51 +99,29 @@ class JumpNet(nn.Module):
     def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
         """Yield g of each step: `(B, T - 1, D)` at all tokens but the last, then `(B, S, D)`.
 
-        `states (B, T, layers, D)`, `tokens (B, T)`. Step j from the start t reads token t + j, and
-        attends to the first steps up to t and to its own. This is EAGLE-3's training-time test,
-        from some positions only.
+        `states (B, T, layers, D)`, `tokens (B, T)`, `starts (S,)`. Step j from the start t reads
+        token t + j, and attends to the first steps up to t and to its own. This is EAGLE-3's
+        training-time test, from some positions only.
         """
-        first = self.first_input(states[:, :-1], tokens[:, 1:])
-        q, k, v = self._project(first, torch.arange(1, tokens.shape[1]))
-        ordered = [x.transpose(1, 2) for x in (q, k, v)]
-        attended = F.scaled_dot_product_attention(ordered[0], ordered[1], ordered[2], is_causal=True, enable_gqa=True)
-        g = self._finish(first, attended.transpose(1, 2))
+        cache = DynamicCache()
+        # 1. The first step at all tokens.
+        z = self.first_input(states[:, :-1], tokens[:, 1:])
+        g = self._run(z, torch.arange(1, tokens.shape[1]), cache)
         yield g
+        # 2. Further steps from the starts.
         g = g[:, starts]
-        hidden = torch.arange(k.shape[1]) > starts[:, None]  # (S, T - 1)
-        own_k, own_v = [], []
+        visible = torch.arange(tokens.shape[1] - 1) <= starts[:, None]  # (S, keys)
+        own = torch.eye(len(starts), dtype=torch.bool)
         for j in range(2, n_steps + 1):
-            places = starts + j
-            z = self.next_input(g, tokens[:, places])
-            q, new_k, new_v = self._project(z, places)
-            own_k.append(new_k)
-            own_v.append(new_v)
-            q = q.unflatten(2, (k.shape[2], -1)) * q.shape[-1] ** -0.5  # (B, S, G, H / G, d)
-            past = torch.einsum("bsgrd,btgd->bsgrt", q, k).masked_fill(hidden[:, None, None], float("-inf"))
-            own = torch.einsum("bsgrd,bsigd->bsgri", q, torch.stack(own_k, 2))
-            weights = torch.cat([past, own], -1).softmax(-1)
-            attended = torch.einsum("bsgrt,btgd->bsgrd", weights[..., : k.shape[1]], v)
-            attended = attended + torch.einsum("bsgri,bsigd->bsgrd", weights[..., k.shape[1] :], torch.stack(own_v, 2))
-            g = self._finish(z, attended.flatten(2, 3))
+            visible = torch.cat([visible, own], 1)
+            z = self.next_input(g, tokens[:, starts + j])
+            g = self._run(z, starts + j, cache, mask=visible[None, None])
             yield g
 
-    def _project(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `(B, n, H, d)`, keys and values `(B, n, G, d)`.
-
-        They are those of `x (B, n, D)` at `positions (n,)`.
-        """
-        attention, h = self.block.self_attn, self.block.input_layernorm(x)
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        q, k, v = (p(h).unflatten(-1, (-1, attention.head_dim)) for p in projections)
-        if hasattr(attention, "q_norm"):
-            q, k = attention.q_norm(q), attention.k_norm(k)
-        cos, sin = self.target.get_decoder().rotary_emb(x, positions[None])
-        return *apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=2), v
-
-    def _finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """Return the block's output from its input and the attention's output `(B, n, H, d)`."""
-        x = x + self.block.self_attn.o_proj(attended.flatten(-2))
-        return x + self.block.mlp(self.block.post_attention_layernorm(x))
+    def _run(self, z: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
+        """Return the block's output for `z (B, n, D)` at `positions (n,)`; `mask (1, 1, n, keys)`."""
+        rotations = self.target.get_decoder().rotary_emb(z, positions[None])
+        return self.block(z, attention_mask=mask, position_embeddings=rotations, past_key_values=cache)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -169,9 +139,6 @@ class JumpDrafter(HeadsDrafter):
     the next round the KV cache entries of drafts are overwritten by those of the target's states.
     """
 
-    heads: Any
-    target: Any
-
     def __init__(self, target: Any, net: Any) -> None:
         super().__init__(target, net, states=target.watch_layers(net.config.layers))
         lm_head = nn.Linear(*net.shared_lm_head.shape[::-1], bias=False)
@@ -188,7 +155,8 @@ class JumpDrafter(HeadsDrafter):
         self._states.close()
 
     def _logits(self, tokens: Sequence[int]) -> Logits:
-        net, n = self.heads, len(tokens) - 1
+        net = self.heads
+        n = len(tokens) - 1
         n_read = min(self._n_read, n - 1)
         z = net.first_input(self._states[n_read:n], torch.tensor(tokens[n_read + 1 :]))
         first = self._block.decode(z, n_read, keep=1)
@@ -235,16 +203,13 @@ def jump_drafter(
     engine and if there is no drafter, HeadsMismatch for weights of another model.
     """
     read_layers("jump", target)  # refuses other engines and families
-    network = target.network
 
     def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
-        return JumpNet(config, network, token_map)
+        return JumpNet(config, target.network, token_map)
 
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
-    net, report = load_trained_heads(checkpoint, Backbone.of(network), build, JumpConfig)
-    drafter = JumpDrafter(target, net)
-    plan_drafts(drafter, tree, report.training)
-    return drafter
+    net, report = load_trained_heads(checkpoint, backbone_of(target), build, JumpConfig)
+    return plan_drafts(JumpDrafter(target, net), tree, report)
 
 
 eagle_drafter = partial(jump_drafter, kinds=("eagle",))
@@ -267,10 +232,3 @@ def read_layers(kind: str, model: Any) -> dict[str, Any]:
     if kind == "eagle":
         return {"layers": (first, middle, high)}
     return {"layers": (inner, n_layers - 1), "copied": n_layers - 1}
-
-
-def new_jump(config: JumpConfig, model: Any, token_map: Tensor, seed: int) -> JumpNet:
-    """Return an untrained drafter for a torch model. Its weights depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return JumpNet(config, model.network, token_map)

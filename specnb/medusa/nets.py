@@ -1,14 +1,30 @@
 """Medusa and Hydra heads: networks that draft several tokens from one hidden state.
 
-Head i predicts token t + 2 + i from h, the hidden state of token t. The model itself predicts token
-t + 1. A head is h + SiLU(W h + b), followed by an lm_head (Cai et al. 2401.10774, equation 1). W
-and b start at zero, so an untrained head gives the backbone's own next-token logits. Hydra's head i
-also reads the embeddings of tokens t + 1 … t + 1 + i (Ankner et al. 2402.05109). Upstream:
+The backbone predicts token t + 1 from the hidden state of token t. Head i predicts token t + 2 + i
+from the same state (Cai et al. 2401.10774, equation 1):
+
+    x_i = h + SiLU(W_i h + b_i)                       Medusa
+    x_i = h + SiLU(W_i [h; e_1; …; e_(i+1)] + b_i)    Hydra (Ankner et al. 2402.05109)
+    p_i = softmax(U_i x_i)
+
+Letters:
+
+    t        the last token that the backbone has processed; token t + 1 is the newest
+    h        its hidden state after the final norm, (hidden,); `normed` in code
+    i        the head, from 0, `n_heads` in all
+    W_i, b_i a `ResidualBlock`, (hidden, hidden) for Medusa, (hidden, (2 + i) hidden) for Hydra;
+             zero before training, so that untrained heads give the backbone's logits of token t + 1
+    e_j      the backbone's embedding of token t + j, (hidden,)
+    U_i      the lm_head, (draft_size, hidden): the backbone's, or one of head i's own
+
+`n_layers` blocks follow each other; only the first of a Hydra head reads embeddings. Upstream:
 `ResBlock` and `medusa_head` in FasterDecoding/Medusa, medusa/model/medusa_model.py.
 """
 
 import hashlib
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,6 +85,8 @@ class HeadsConfig(DrafterConfig):
         return self.draft_vocab or self.vocab_size
 
 
+# --- what drafters borrow from the backbone ---
+
 SAMPLES = 1 << 14
 """Number of weights per matrix that enter a digest."""
 
@@ -94,7 +112,8 @@ class Backbone:
         state = hashlib.sha256()
         for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
             flat = part.flatten()
-            places = torch.linspace(0, flat.numel() - 1, min(SAMPLES, flat.numel()), dtype=torch.float64).long()
+            n = min(SAMPLES, flat.numel())
+            places = torch.linspace(0, flat.numel() - 1, n, dtype=torch.float64).long()
             signs = (flat[places.to(flat.device)] > 0).cpu().numpy()
             state.update(f"{name} {tuple(part.shape)} ".encode() + signs.tobytes())
         return state.hexdigest()
@@ -115,14 +134,16 @@ class Backbone:
         other logits.
         """
         name = type(net).__name__
-        output, embeddings = net.get_output_embeddings(), net.get_input_embeddings()
+        output = net.get_output_embeddings()
+        embeddings = net.get_input_embeddings()
         if not isinstance(output, nn.Linear) or output.bias is not None:
-            raise InputError(f"got the lm_head {output!r:.100} of {name}, heads need a linear layer without bias")
+            expected = "heads need a linear layer without bias"
+            raise InputError(f"got the lm_head {output!r:.100} of {name}, {expected}")
         config = net.config.get_text_config(decoder=True)
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-            if getattr(config, setting, None) not in (None, 1):
-                value = getattr(config, setting)
-                raise InputError(f"{name} has {setting} = {value}, which heads do not support: use another model")
+            value = getattr(config, setting, None)
+            if value not in (None, 1):
+                raise InputError(f"{name} has {setting} = {value}: use another model, heads do not support it")
         lm_head = output.weight.detach()
         return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)])
 
@@ -133,8 +154,61 @@ def backbone_of(target: LanguageModel) -> Backbone:
     Raises InputError for other engines and for unsupported models.
     """
     if not hasattr(target, "network"):
-        raise InputError(f"{target.caps.engine} gives no hidden states of {target.name}: open it with ?backend=hf")
+        engine = target.caps.engine
+        raise InputError(f"{engine} gives no hidden states of {target.name}: open it with ?backend=hf")
     return Backbone.of(target.network)
+
+
+def frozen_copy(norm: nn.Module) -> nn.Module:
+    """Return a copy of a norm that is not trained."""
+    bare = copy(norm)
+    # Hooks must not be copied: one may hold a reference to the whole network.
+    bare._forward_hooks = OrderedDict()
+    bare._forward_pre_hooks = OrderedDict()
+    return deepcopy(bare).requires_grad_(False)
+
+
+class DrafterNet(nn.Module):
+    """A trained drafter with parts of the backbone, which are not saved, trained or counted.
+
+    `shared_lm_head (draft_size, hidden)` and `embeddings (vocab, hidden)` are the backbone's.
+    `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending. It is None
+    if the whole vocabulary is drafted from.
+    """
+
+    token_map: Tensor | None
+
+    def __init__(self, config: Any, backbone: Backbone, token_map: Tensor | None) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("token_map", token_map)
+        # Plain tensors are not registered.
+        self.shared_lm_head = backbone.lm_head if token_map is None else backbone.lm_head[token_map]
+        self.embeddings = backbone.embeddings
+
+    def full_ids(self, draft_ids: Any) -> Any:
+        """Return the vocabulary ids of draft ids, a tensor or one id."""
+        return draft_ids if self.token_map is None else self.token_map[draft_ids]
+
+    def draft_ids(self) -> Tensor:
+        """Return the draft id, or OUTSIDE, of every vocabulary id: `(vocab_size,)` on the CPU."""
+        every = torch.arange(self.config.vocab_size)
+        if self.token_map is None:
+            return every
+        ids = torch.full_like(every, OUTSIDE)
+        ids[self.token_map.cpu()] = every[: len(self.token_map)]
+        return ids
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Make the random numbers of torch in a block a function of `seed`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+# --- Medusa and Hydra heads ---
 
 
 class ResidualBlock(nn.Module):
@@ -182,26 +256,20 @@ class Head(nn.Module):
         return x
 
 
-class Heads(nn.Module):
+class Heads(DrafterNet):
     """All heads on one backbone: from hidden states to logits over the draft vocabulary.
 
-    The embeddings and `shared_lm_head (draft_size, hidden)` are the backbone's, and the norm is a
-    frozen copy; none of them is a parameter. `token_map (draft_vocab,)` int64 holds the vocabulary
-    id of each draft id, ascending. It is None if heads draft from the whole vocabulary. Config,
-    backbone and map must fit: `load_trained_heads` checks it.
+    Their `norm` is a frozen copy of the backbone's. Config, backbone and map must fit:
+    `load_trained_heads` checks it.
     """
 
+    norm: nn.Module
+
     def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
-        super().__init__()
-        self.config = config
+        super().__init__(config, backbone, token_map)
         self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
-        self.register_buffer("token_map", token_map)
-        weight = backbone.lm_head
-        self.to(device=weight.device, dtype=weight.dtype)
-        # Set without registration: the norm is not saved, trained or counted. Neither is a plain tensor.
-        self.__dict__.update(norm=frozen_copy(backbone.norm))
-        self.shared_lm_head = weight if token_map is None else weight[token_map]
-        self.embeddings = backbone.embeddings
+        self.to(device=backbone.lm_head.device, dtype=backbone.lm_head.dtype)
+        self.__dict__["norm"] = frozen_copy(backbone.norm)  # without registration
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
@@ -253,10 +321,6 @@ class Heads(nn.Module):
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
         return F.linear(features, self.shared_lm_head).float()
 
-    def full_ids(self, draft_ids: Tensor) -> Tensor:
-        """Return the vocabulary ids of draft ids."""
-        return draft_ids if self.token_map is None else self.token_map[draft_ids]
-
     def cost(self) -> tuple[int, int]:
         """Return the number of trained parameters, and the bytes read to draft with all heads.
 
@@ -272,24 +336,5 @@ class Heads(nn.Module):
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
     """Return untrained heads. Their weights depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with seeded(seed):
         return Heads(config, backbone, token_map)
-
-
-def frozen_copy(norm: nn.Module) -> nn.Module:
-    """Return a copy of a norm that is not trained."""
-    bare = copy(norm)
-    # Hooks must not be copied: one may hold a reference to the whole network.
-    bare._forward_hooks, bare._forward_pre_hooks = OrderedDict(), OrderedDict()
-    return deepcopy(bare).requires_grad_(False)
-
-
-def draft_ids(net: Any) -> Tensor:
-    """Return the draft id, or OUTSIDE, of every vocabulary id: `(vocab_size,)` on the CPU."""
-    token_map, every = net.token_map, torch.arange(net.config.vocab_size)
-    if token_map is None:
-        return every
-    ids = torch.full_like(every, OUTSIDE)
-    ids[token_map.cpu()] = every[: len(token_map)]
-    return ids

@@ -1,7 +1,7 @@
 """Train a `JumpNet`: rows of text, roll-outs along them, the loss, and the initial weights."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,8 +12,7 @@ from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
-from specnb.medusa.nets import draft_ids
-from specnb.medusa.train import CHECKPOINT_FILE, TOP, Drawn, Figures, Log, Recipe, fit, round_figures
+from specnb.medusa.recipe import Batches, Figures, Lesson, Recipe, hits_by_rank, round_figures
 
 SINK = 4
 """First tokens of a row, the attention sink: their states are far larger than all others."""
@@ -36,12 +35,13 @@ class JumpBatch(NamedTuple):
     starts: Tensor
 
 
-class RowBatches(Drawn):
+class RowBatches(Batches):
     """The rows of a split, with a round of `n_steps` at every STRIDE-th position."""
 
     def __init__(self, folder: Path, split: str, net: JumpNet, n_steps: int) -> None:
         self.rows = data.read(folder, split)
-        self._n_steps, self.positions = n_steps, self.rows.tokens.shape[1]
+        self.positions = self.rows.tokens.shape[1]
+        self._n_steps = n_steps
         n_layers = len(net.target.get_decoder().layers)
         places = [*tapped_layers(n_layers), n_layers - 1]
         wanted = [*map(places.index, net.config.layers), len(places) - 1]
@@ -53,7 +53,7 @@ class RowBatches(Drawn):
 
     def batch(self, chosen: Tensor) -> JumpBatch:
         """Return the rows with these numbers. The first number sets the offset of the rounds."""
-        tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in (self.rows.tokens, self.rows.own))
+        tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in self.rows)
         starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.positions - self._n_steps - 1, STRIDE)
         return JumpBatch(self._states[chosen][:, :, self._places], tokens.long(), own, starts)
 
@@ -71,25 +71,35 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool
     the figures compare with the target's rows over the whole vocabulary, and the loss has no
     meaning.
     """
-    n, lm_head = batch.tokens.shape[1], net.shared_lm_head
-    states, final = batch.states[:, :, :-1].float(), batch.states[:, :, -1].to(lm_head.dtype)
-    p_along, entropy_along, best_along = _target_rows(net, final, whole)
+    n = batch.tokens.shape[1]
+    lm_head = net.shared_lm_head
+    states = batch.states[:, :, :-1].float()
+    final = batch.states[:, :, -1].to(lm_head.dtype)
+    log_p_along, best_along = _target_rows(net, final, whole)
     drawn = F.pad(batch.own[:, 1:], (0, 1))  # whether the target generated the next token
-    losses, accepted_shares, rank_shares, rounds = [], [], [], []
+    losses = []
+    accepted_shares = []
+    rank_shares = []
+    rounds = []
     n_steps = min(recipe.roll_out, net.config.n_heads)
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
             places = torch.arange(1, n) if j == 1 else batch.starts + j
-            chosen = row, place = drawn[:, places].nonzero(as_tuple=True)
-            output, of_target, n_drawn = g[chosen].float(), (row, places[place]), max(1, len(row))
-            p, log_q = p_along[of_target], net.logits(output).float().log_softmax(-1)
-            accepted = torch.minimum(p, log_q.exp()).sum(-1)
-            divergence = -(p * log_q).sum(-1) - entropy_along[of_target]
+            # 1. The block's outputs from which the target generated the next token: g[row, place].
+            row, place = drawn[:, places].nonzero(as_tuple=True)
+            n_drawn = max(1, len(row))
+            of_target = row, places[place]
+            output = g[row, place].float()
+            log_p = log_p_along[of_target]
+            log_q = net.logits(output).float().log_softmax(-1)
+            # 2. The loss: KL and LK between the rows, and the distance of the states.
+            accepted = torch.minimum(log_p, log_q).exp().sum(-1)
+            divergence = F.kl_div(log_q, log_p, reduction="none", log_target=True).sum(-1)
             loss = divergence.lerp(-accepted.clamp(min=1e-4).log(), recipe.lk)
             loss = loss + (unit(output) - unit(final[of_target].float())).square().mean(-1)
             losses.append(recipe.head_weight ** (j - 1) * loss.sum() / n_drawn)
-            best = log_q.topk(min(TOP, log_q.shape[1])).indices
-            hits = (best == best_along[of_target][:, None]).float()
+            # 3. Figures, and the acceptance rates of the rounds `(2, B, S)`, sampled and greedy.
+            hits = hits_by_rank(log_q, best_along[of_target]).float()
             rates = torch.zeros(2, *g.shape[:2])
             rates[:, row, place] = torch.stack([accepted.detach(), hits[:, 0]])
             accepted_shares.append(accepted.detach().sum() / n_drawn)
@@ -104,23 +114,25 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool
 
 
 @torch.no_grad()
-def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the target's probabilities `(B, T, draft_vocab)`, their entropy, and the best draft id.
+def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tensor]:
+    """Return the target's log probabilities `(B, T, draft_vocab)` and its best draft id `(B, T)`.
 
     The probabilities are normalized over the draft vocabulary; with `whole`, over all tokens. The
     best draft id is then OUTSIDE where the best token has none.
     """
-    normed = net.target_norm(final)
-    log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
-    p, best = log_p.exp(), log_p.argmax(-1)
-    entropy = -(p * log_p).sum(-1)
-    if whole:
-        ids = draft_ids(net)
-        for row, states in enumerate(normed):  # the logits of one row at a time fit in memory
-            rows = F.linear(states, net.target.get_output_embeddings().weight).float().softmax(-1)
-            p[row] = rows[:, net.token_map]
-            best[row] = ids[rows.argmax(-1)]
-    return p, entropy, best
+    normed = net.target_norm(final)  # (B, T, D)
+    if not whole:
+        log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
+        return log_p, log_p.argmax(-1)
+    lm_head = net.target.get_output_embeddings().weight
+    ids = net.draft_ids()
+    rows = []
+    best = []
+    for states in normed:  # the logits of one row at a time fit in memory
+        log_p = F.linear(states, lm_head).float().log_softmax(-1)
+        rows.append(log_p[:, net.token_map])
+        best.append(ids[log_p.argmax(-1)])
+    return torch.stack(rows), torch.stack(best)
 
 
 @torch.no_grad()
@@ -131,33 +143,41 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
     each position scaled to unit size. The map of the block's own output is fitted on the output of
     the target's layer.
     """
-    copied, layers, D = net.config.copied or 0, net.config.layers, net.config.hidden_size
-    xx, xy = torch.zeros(1), torch.zeros(1)
+    copied = net.config.copied or 0
+    # 1. The layer's input at t + 1, and what the maps read, as products of x = [states, own, token].
+    xx = torch.zeros(1)
+    xy = torch.zeros(1)
     for ids in tokens.long().split(8):
         with pre_norm_states(net.target) as final:
             h = [*net.target(input_ids=ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
         h.append(final[0])
         entered = h[copied][:, SINK + 1 :]
+        read = [unit(h[1 + layer][:, SINK:-1]) for layer in (*net.config.layers, copied)]
+        x = torch.cat([*read, unit(net.embeddings[ids[:, SINK + 1 :]])], -1)
         size = entered.square().mean(-1, keepdim=True).rsqrt()
-        states = [h[1 + layer][:, SINK:-1] for layer in (*layers, copied)]
-        x = torch.cat([*map(unit, states), unit(net.embeddings[ids[:, SINK + 1 :]])], -1)
         x, y = ((part * size).flatten(0, 1).float() for part in (x, entered))
-        xx, xy = xx + x.T @ x, xy + x.T @ y
-    n = len(layers) * D
-    for places in (torch.arange(n, n + 2 * D), torch.tensor([*range(n), *range(n + D, n + 2 * D)])):
-        part = xx[places][:, places]
-        W = torch.linalg.solve(part + damping * part.diagonal().mean() * torch.eye(len(part)), xy[places])
-        (net.from_states if places[0] == 0 else net.from_own).weight.copy_(W[:-D].T)
+        xx = xx + x.T @ x
+        xy = xy + x.T @ y
+    # 2. Ridge regression on [own, token], then on [states, token], whose map of tokens remains.
+    D = net.config.hidden_size
+    states, own, token = torch.arange(len(xx)).tensor_split([len(xx) - 2 * D, len(xx) - D])
+    for linear, read in ((net.from_own, own), (net.from_states, states)):
+        used = torch.cat([read, token])
+        part = xx[used][:, used]
+        ridge = damping * part.diagonal().mean() * torch.eye(len(part))
+        W = torch.linalg.solve(part + ridge, xy[used])
+        linear.weight.copy_(W[:-D].T)
         net.from_token.weight.copy_(W[-D:].T)
 
 
-def train_jump(net: JumpNet, recipe: Recipe, text: Path, folder: Path, **options: Any) -> Log:
-    """Train `net` in place on the text in a folder, by roll-outs. `options` are those of `fit`."""
+def jump_lesson(net: JumpNet, recipe: Recipe, text: Path) -> Lesson:
+    """Return the lesson of `net` on the text in a folder: roll-outs. Fits the maps of a copied layer."""
     rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
-    if net.config.copied is not None and not (folder / CHECKPOINT_FILE).exists():
+    if net.config.copied is not None:
         fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
 
-    def judge() -> tuple[Tensor, Figures]:
-        return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)
+    @torch.no_grad()
+    def judge() -> Figures:
+        return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
 
-    return fit(net, recipe, roll_out_loss, rows, judge, text, folder, **options)
+    return Lesson(rows, roll_out_loss, judge)

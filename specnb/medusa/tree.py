@@ -8,15 +8,12 @@ measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from heapq import heappop, heappush
-from pathlib import Path
+from operator import itemgetter
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from specnb.io import read_toml
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.measure.cost import CONTEXT, CostCurve, verify_curve, widths_of
@@ -25,8 +22,6 @@ RANKS = 10
 """Number of a head's best tokens with a measured accuracy: the most children of a node."""
 WIDTHS = (1, 2, 3, 5, 9, 17, 33, 64)
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 63)
-PUBLISHED = np.diff(read_toml(Path(__file__).with_name("published.toml"))["cumulative"], axis=1, prepend=0.0)
-"""Marginal accuracies `(heads, ranks)` of Medusa on Vicuna 7B."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +43,6 @@ class TreePlan(Tree):
         """Number of heads that the plan needs: the tokens on its longest path."""
         return max(self.depths, default=-1) + 1
 
-    @cached_property
-    def levels(self) -> tuple[tuple[int, ...], ...]:
-        """The nodes of each depth, in order."""
-        nodes = range(len(self))
-        return tuple(tuple(n for n in nodes if self.depths[n] == depth) for depth in range(self.depth))
-
     def tokens(self, accuracy: np.ndarray) -> float:
         """Return the expected tokens per round for heads of marginal `accuracy (heads, ranks)`.
 
@@ -74,27 +63,21 @@ class TreePlan(Tree):
 def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
     """Return the plan of `n_nodes` with the most expected tokens for `accuracy (heads, ranks)`.
 
-    Each step adds the most probable node whose parent is in the tree. No other tree of that size
-    has more expected tokens, and each prefix of the plan is the best tree of its size. Nodes of
-    probability 0 are left out, so the plan may be smaller.
+    These are the nodes that are accepted most often. A parent is accepted at least as often as its
+    child, so each prefix of the plan is a tree, and the best one of its size. Nodes of probability
+    0 are left out, so the plan may be smaller.
     """
-    orders = np.argsort(-accuracy, axis=1, kind="stable")  # measured accuracies need not fall with the rank
-    parents, ranks, waiting = [], [], []
-
-    def offer(parent: int, depth: int, place: int, above: float) -> None:
-        if depth < accuracy.shape[0] and place < accuracy.shape[1]:
-            worth = above * accuracy[depth, orders[depth, place]]
-            if worth > 0:
-                heappush(waiting, (-worth, depth, parent, place, above))
-
-    offer(COMMITTED, 0, 0, 1.0)
-    while waiting and len(parents) < n_nodes:
-        worth, depth, parent, place, above = heappop(waiting)
-        offer(parent, depth, place + 1, above)
-        offer(len(parents), depth + 1, 0, -worth)
-        parents.append(parent)
-        ranks.append(int(orders[depth, place]))
-    return TreePlan(tuple(parents), tuple(ranks))
+    level = [(1.0, ())]  # (probability of being accepted, ranks on the path)
+    nodes = []
+    for shares in accuracy:
+        children = [(p * share, (*path, rank)) for p, path in level for rank, share in enumerate(shares) if share > 0]
+        # a parent that is not among the best of its depth has no child in the plan
+        level = sorted(children, key=itemgetter(0), reverse=True)[:n_nodes]
+        nodes += level
+    # sorting is stable: of equal nodes, a parent stays before its child
+    paths = [path for _, path in sorted(nodes, key=itemgetter(0), reverse=True)[:n_nodes]]
+    index = {path: node for node, path in enumerate(paths)} | {(): COMMITTED}
+    return TreePlan(tuple(index[path[:-1]] for path in paths), tuple(path[-1] for path in paths))
 
 
 class TimedTree(NamedTuple):
@@ -129,9 +112,8 @@ def tree_curve(target: TreeModel) -> CostCurve:
     def rewind(n: int) -> None:
         target.rewind(n) if n == 1 else target.keep_path([])
 
-    rooted = SimpleNamespace(
-        name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
-    )
+    facts = {"name": target.name, "vocab": target.vocab, "caps": target.caps}
+    rooted: Any = SimpleNamespace(**facts, reset=target.reset, forward=forward, rewind=rewind)
     room = target.caps.n_ctx // 2
     widths = [n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)]
     return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)

@@ -1,4 +1,4 @@
-"""Models and heads, built once a session: a random llama, a backbone that walks in circles, heads that know it."""
+"""Models and heads, built once per session: a random llama, and a backbone whose text is periodic."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.tiny_models import torch_model
 
 @pytest.fixture(scope="session")
 def tiny() -> HfModel:
-    """A random llama: its texts are its own business, and so are its near-ties."""
+    """A random llama, whose greedy text is not known."""
     return HfModel(torch_model("llama"), None, name="tiny")
 
 
@@ -21,5 +21,13 @@ def circles() -> HfModel:
 
 @pytest.fixture(scope="session")
 def fitted(circles) -> dict[str, Heads]:
-    """Sound heads of both kinds, right about every token of every circle."""
+    """Heads of both kinds that predict every token of every circle."""
     return {kind: periodic.trained(circles, kind=kind)[0] for kind in ("medusa", "hydra")}
+
+
+@pytest.fixture(scope="session")
+def text(circles, tmp_path_factory):
+    """A training text of circles."""
+    folder = tmp_path_factory.mktemp("text")
+    periodic.write_text(circles, folder, length=32)
+    return folder

@@ -1,4 +1,4 @@
-"""A backbone that walks in circles: its greedy text is known for ever, so what heads must say is known as well."""
+"""A backbone with periodic greedy text (circles of tokens), so that the right drafts are known."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from specnb.lm.hf.model import HfModel
 from specnb.medusa import data, nets
-from specnb.medusa.nets import Backbone, Heads, HeadsConfig, draft_ids
+from specnb.medusa.nets import Backbone, Heads, HeadsConfig
 from specnb.records import Generation, Round
 from tests.tiny_models import VOCAB, torch_model
 
@@ -24,14 +24,14 @@ for token in range(FIRST, VOCAB):
 
 
 def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
-    """A llama whose layers add nothing, and whose lm_head says for each token the next one of its circle."""
+    """Return a llama whose layers add nothing and whose lm_head maps each token to the next of its circle."""
     net = torch_model("llama", hidden_size=HIDDEN, tie_word_embeddings=False)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for layer in net.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        # a norm that is another one when it is applied twice, and states that are small without it
+        # a norm that differs from itself applied twice, and states that are small without it
         net.model.norm.weight.copy_(torch.exp(0.9 * torch.randn(HIDDEN, generator=draw)))
         net.model.embed_tokens.weight.copy_(0.3 * torch.randn(VOCAB, HIDDEN, generator=draw))
         net.lm_head.weight[NEXT] = 2 * F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
@@ -39,12 +39,12 @@ def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
 
 
 def prompts(n: int = CIRCLES) -> list[list[int]]:
-    """One prompt in each of the first `n` circles."""
+    """Return one prompt in each of the first `n` circles."""
     return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
 
 
 def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
-    """The token `n` places behind each."""
+    """Return the token `n` places after each."""
     for _ in range(n):
         tokens = NEXT[tokens]
     return tokens
@@ -62,7 +62,7 @@ def trained(
         state = net.model.embed_tokens.weight[FIRST:].clone()
         for _ in range(norms):
             state = net.model.norm(state)
-    tokens, ids = torch.arange(FIRST, VOCAB), draft_ids(heads)
+    tokens, ids = torch.arange(FIRST, VOCAB), heads.draft_ids()
     since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
     optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
     log = []
@@ -81,7 +81,7 @@ def trained(
 
 
 def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
-    """Untrained heads on any tiny model, three unless told otherwise."""
+    """Return untrained heads on any tiny model, three by default."""
     backbone = target if isinstance(target, Backbone) else Backbone.of(target.network)
     sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
     sizes |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone": backbone.digest}
@@ -91,7 +91,7 @@ def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None,
 def random_heads(
     target: HfModel | Backbone, token_map: torch.Tensor | None = None, *, spread=0.5, seed=1, **changed: object
 ) -> Heads:
-    """Heads of normal noise: every one says something else, so whatever is mixed up shows."""
+    """Return heads with normally distributed weights; each predicts other tokens."""
     heads, draw = new_heads(target, token_map, **changed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in heads.parameters():
@@ -100,7 +100,7 @@ def random_heads(
 
 
 def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generation:
-    """A text of rounds (drafted, accepted, tokens), each taking `second` to draft and three times it to verify."""
+    """Return a text of rounds (drafted, accepted, tokens): `second` to draft, three times that to verify."""
     n, of_rounds = 0, []
     for i, (k, accepted, length) in enumerate(rounds):
         tokens = tuple(range(n, n + length))
@@ -112,7 +112,7 @@ def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generati
 
 
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:
-    """A folder to practise on: rows along every circle from every place, and their states."""
+    """Write a training text: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
     starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
     rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)

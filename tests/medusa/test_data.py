@@ -1,6 +1,7 @@
-"""Training text: continuations that the backbone samples, resumable bit by bit, and what is learned of them."""
+"""Training text: sampled continuations, resumable bit by bit, and the tokens that heads learn from."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from specnb.errors import InputError
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.int4 import BlockLinear, round_network
 from specnb.lm.vocab import Vocabulary
 from specnb.medusa import data
 from specnb.medusa.data import Writing
@@ -27,7 +29,8 @@ class Writer:
 
     name = "writer"
 
-    def __init__(self, network=None, template: str | None = TEMPLATE) -> None:
+    def __init__(self, network=None, template: str | None = TEMPLATE, dtype: str = "float32") -> None:
+        self.caps = SimpleNamespace(dtype=dtype)
         pieces = (b"", b"", b"<end>", b"<user>", b"<assistant>", *(bytes([97 + i % 26]) for i in range(59)))
         self.vocab = Vocabulary(pieces, eog=frozenset({END}), special=frozenset({END, 3, 4}), chat_template=template)
         self.network = network
@@ -71,7 +74,7 @@ def test_own_tokens_are_drawn_from_the_rows_and_states_are_the_layers(tmp_path, 
         assert layer or torch.allclose(states[:, :, at], layers[0], atol=0.02 * float(layers[0].abs().max()))
 
 
-def test_texts_to_begin_with_are_on_one_side_of_the_split():
+def test_no_text_of_the_library_is_in_both_splits():
     train, held_out = (data.read_library(split) for split in data.SPLITS)
     for kind in ("code", "prose"):
         assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {*held_out[kind]}
@@ -88,7 +91,7 @@ def test_requests_are_rendered_whole_for_models_with_a_chat_template(template):
     assert len(seeds) == 40 and all(0 < len(seed) <= 400 for seed in seeds)
 
 
-def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
+def test_a_stopped_run_resumes_with_the_same_text(net, tmp_path):
     whole = written(Writer(net), tmp_path / "whole", 3)
 
     def interrupt(done, total, _what):
@@ -100,14 +103,20 @@ def test_a_stopped_run_goes_on_to_the_same_text(net, tmp_path):
     assert whole.digest() == written(Writer(net), tmp_path / "parts", 3).digest()
     with pytest.raises(InputError, match="other settings"):
         written(Writer(torch_model("llama", vocab_size=64, seed=9)), tmp_path / "whole")
-    facts = json.loads((tmp_path / "whole/facts.json").read_text())
-    facts["writing"]["longest_answer"] = 144  # as versions with several turns in a row wrote it
-    (tmp_path / "whole/facts.json").write_text(json.dumps(facts))
-    with pytest.raises(InputError, match="older version"):
-        written(Writer(net), tmp_path / "whole")
 
 
-def test_seeds_repeats_and_what_follows_an_end_are_not_the_backbones_own():
+def test_a_dense_copy_writes_the_text_of_an_int4_model(tmp_path):
+    int4 = torch_model("llama", vocab_size=64, max_position_embeddings=128).bfloat16().eval()
+    round_network(int4)
+    rows = written(Writer(int4, dtype="int4"), tmp_path)
+    assert json.loads((tmp_path / "facts.json").read_text())["written_in"] in ("torch.float32", "torch.bfloat16")
+    states = data.read_states(tmp_path, "train", 0).float()  # of the first layer
+    served = data.forward_tapped(int4, rows.tokens)[1][:, :, 0].float()
+    assert 0 < (states - served).norm() < 0.05 * served.norm()
+    assert isinstance(int4.lm_head, BlockLinear)
+
+
+def test_seeds_repeats_and_tokens_after_an_end_are_not_learned():
     circle = [*range(10, 22)]
     tokens = np.array([[7, END, *circle, *circle, 30, 31], [7, 8, 9, *circle[:10], END, *range(30, 44)]])
     own = data.mark_own(tokens, np.array([2, 3]), {END})
@@ -115,7 +124,7 @@ def test_seeds_repeats_and_what_follows_an_end_are_not_the_backbones_own():
     assert own[1].tolist() == [False] * 3 + [True] * 11 + [False] * 14
 
 
-def test_the_draft_vocabulary_is_what_the_backbone_wrote_most_often():
+def test_the_draft_vocabulary_is_the_most_frequent_generated_tokens():
     tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
     rows = data.TextRows(tokens, np.array([[True] * 6 + [False]]))
     assert data.most_frequent(rows, 2, 10).tolist() == [5, 9]
