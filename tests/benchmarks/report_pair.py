@@ -13,8 +13,8 @@ import json
 import pandas as pd
 
 from specnb.book import tables
+from specnb.chapters import ksweep
 from specnb.io import plain, project_dir, write_atomic
-from specnb.measure import ksweep
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import ProgressBar
 from specnb.params import KSweepParams

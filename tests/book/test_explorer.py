@@ -107,35 +107,30 @@ def lookup_setting(k=4):
     return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
 
 
-def test_a_fixed_k_is_predicted_as_the_replay_counts_it(trace, tables):
-    """Seconds of plain decoding over seconds with drafts, by the replay's own arithmetic."""
-    for setting in settings(tables, content="code", policy=FIXED):
-        wanted = {"temperature": setting.temperature, "top_p": setting.top_p, "category": "code"}
-        chosen = trace.select(drafter=setting.drafter, **wanted).recordings
-        plain = sum(fixed_k(r, 0).seconds(PRESET) for r in chosen)
-        speedups = [plain / sum(fixed_k(r, k).seconds(PRESET) for r in chosen) for k in range(25)]
-        assert tables.sweep(setting).speedup.tolist() == pytest.approx(speedups)
-        assert [tables.predict(setting._replace(k=k)).speedup for k in range(25)] == pytest.approx(speedups)
-
-
-def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
+def test_a_policy_is_predicted_as_the_replay_counts_it_whatever_was_predicted_before(tables):
+    """Every fixed K exactly, and greedy walks of the other policies, by the replay's own arithmetic."""
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
-    for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
+    for first in settings(tables, content="code"):
+        if first.policy != FIXED and first.temperature:
+            continue  # a mean of random walks
         for setting in (first, first._replace(k=2), first._replace(machine=steep), first._replace(k=3, machine=steep)):
             recordings, cost = [tables.recordings[i] for i in tables.chosen(setting)], setting.machine
-            if setting.policy == AUTO:
-                walks = [
-                    text.steps for text in route(recordings, {setting.drafter: cost}, k_max=min(MOST, tables.k_max))
-                ]
+            if setting.policy == FIXED:
+                counts = [fixed_k(recording, setting.k) for recording in recordings]
+                assert tables.sweep(setting).speedup[setting.k] == pytest.approx(tables.predict(setting).speedup)
             else:
-                controller = setting.controller(tables.k_max)
-                walks = [walk_recording(recording, controller) for recording in recordings]
-            counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
+                if setting.policy == AUTO:
+                    texts = route(recordings, {setting.drafter: cost}, k_max=min(MOST, tables.k_max))
+                    walks = [text.steps for text in texts]
+                else:
+                    controller = setting.controller(tables.k_max)
+                    walks = [walk_recording(recording, controller) for recording in recordings]
+                counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
+                assert walks == [steps for _, _, steps in tables.walks(setting)]
             p, plain = tables.predict(setting), sum(r.n_tokens - 1 for r in recordings) * cost.curve.seconds(1)
             totals = [sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")]
-            assert [p.rounds, p.drafted, p.accepted] == totals, setting
+            assert [p.rounds, p.drafted, p.accepted] == pytest.approx(totals), setting
             assert p.speedup == pytest.approx(plain / sum(c.seconds(cost) for c in counts))
-            assert walks == [steps for _, _, steps in tables.walks(setting)]
 
 
 def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
