@@ -13,7 +13,7 @@ what they replay and what they run live:
 * 09: what its reader chooses.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -52,7 +52,7 @@ class Sweep(Experiment):
         self.routers: list[Any] = []
         self.costs: dict[str, Cost] = {}
         self.recordings: list[Recording] = []
-        self.replay_s: Counter[str] = Counter()
+        self.replay_s: defaultdict[str, float] = defaultdict(float)
         """Seconds in which each drafter was followed and replayed."""
 
     def open_models(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
