@@ -48,7 +48,7 @@ _WHERE = {
 _MODULES = {
     "tables": "specnb.book.tables",
     "figures": "specnb.book.figures",
-    "ksweep": "specnb.measure.ksweep",
+    "ksweep": "specnb.chapters.ksweep",
 }
 
 __all__ = sorted(["Prompt", "prompts", *_WHERE, *_MODULES])

@@ -1,12 +1,13 @@
 """Turn records into tidy tables: each function takes records or frames and returns a DataFrame."""
 
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import TERMS, interval, pays, rate, rate_ratio, widen
+from specnb.measure.bench import SPEED, TERMS, interval, pays, rate, rate_ratio, speed_table, widen
 from specnb.measure.cost import Cost, CostCurve
 from specnb.records import RunRecord
 
@@ -47,56 +48,42 @@ def glance(sweep: pd.DataFrame) -> pd.DataFrame:
 def k_sweep(record: RunRecord) -> pd.DataFrame:
     """Return the live runs of a sweep: one row per category, temperature and K.
 
-    K = 0 is plain decoding; the category `all` pools the others. Columns:
+    K = 0 is plain decoding; the category `all` pools the others. Columns: those of
+    `measure.bench.speed_table`, and
 
-    - category, temperature, k, tokens_per_s, drafted, accepted, acceptance_rate, tau, n_prompts
     - rate_needed: the acceptance rate from which this K pays
     - speedup, low, high: decoding speed over the record's `baseline`, without prefill and the first
       token; the interval is over prompts, NaN for fewer than `bench.FEWEST`
     - speedup_same_engine: the same over plain decoding in the same engine
     - wall_speedup: with the prefill of target and drafter, over plain decoding in the same engine
-    - identical: number of greedy runs with the tokens of plain decoding; None when sampling
-    - lossless, busy
+    - busy
     """
-    return _table(live_rows(record), record)
+    return _over_baseline(live_rows(record), record)
 
 
 def live_rows(record: RunRecord) -> pd.DataFrame:
-    """Return one row per generation, with the (last) plain one of its prompt and temperature."""
+    """Return one row per generation, with the last plain one of its prompt and temperature."""
     plain_of = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}
-    same = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless", "loops"]
-    columns = [
-        "rounds",
-        "drafted",
-        "accepted",
-        "seconds",
-        "plain_decoded",
-        "plain_s",
-        "live_plain_s",
-        "n_tokens",
-        "plain_tokens",
-        "plain_wall_s",
-        "identical",
-    ]
-    rows = [
-        (
-            *(getattr(g, name) for name in same),
-            len(g.rounds),
-            g.total_draft_tokens,
-            g.accepted_tokens,
-            g.decode_s,
-            plain.n_decoded,
-            plain.decode_s,
-            plain.decode_s,
-            len(g.token_ids),
-            len(plain.token_ids),
-            plain.wall_s,
-            g.token_ids == plain.token_ids,
+    rows = []
+    for g in [*plain_of.values(), *(g for g in record.generations if g.k)]:
+        plain = plain_of[g.prompt_id, g.temperature]
+        rows.append(
+            {name: getattr(g, name) for name in ("prompt_id", "category", "drafter", "temperature", "k", "tau")}
+            | {name: getattr(g, name) for name in ("n_decoded", "wall_s", "lossless", "loops")}
+            | {
+                "rounds": len(g.rounds),
+                "drafted": g.total_draft_tokens,
+                "accepted": g.accepted_tokens,
+                "seconds": g.decode_s,
+                "n_tokens": len(g.token_ids),
+                "plain_decoded": plain.n_decoded,
+                "plain_s": plain.decode_s,
+                "plain_tokens": len(plain.token_ids),
+                "plain_wall_s": plain.wall_s,
+                "identical": g.token_ids == plain.token_ids,
+            }
         )
-        for g in record.generations
-        for plain in [plain_of[g.prompt_id, g.temperature]]
-    ]
-    return pd.DataFrame(rows, columns=same + columns)
+    return pd.DataFrame(rows)
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
@@ -105,11 +92,10 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
 
 
-def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
+def _over_baseline(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
+    """Return the `speed_table` of rows by category, temperature and K, over the record's baseline."""
     by = ["category", "temperature", "k"]
-    groups = _pooled(rows).groupby(by, observed=True)
-    table = [dict(zip(by, key, strict=True)) | summarise_rows(group) for key, group in groups]
-    frame = pd.DataFrame(table).assign(busy=busy(record))
+    frame = speed_table(_pooled(rows).sort_values(by), by).assign(busy=busy(record))
     if curve := record.measurements.get("verify_curve"):
         cost = Cost(CostCurve.model_validate(curve), record.measurements["c"])
         needed = [cost.rate_needed(k, baseline(record).share) if k else None for k in frame["k"]]
@@ -120,36 +106,6 @@ def _table(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
 def baseline(record: RunRecord) -> Baseline:
     """Return the fastest plain decoding that was measured; in older records, that of the same engine."""
     return Baseline.model_validate(record.measurements.get("baseline", {}))
-
-
-def summarise_rows(rows: pd.DataFrame) -> dict:
-    """Return the totals of rows with one K, and their speed-up with its interval over prompts."""
-    decoding = rows[rows["n_decoded"] > 0]  # an answer of one token is all prefill
-    value, low, high = interval(decoding[["n_decoded", "seconds", "plain_decoded", "plain_s"]], rate_ratio)
-    sums = rows[["drafted", "accepted"]].sum()
-    summary = {
-        "tokens_per_s": value * decoding["plain_decoded"].sum() / decoding["live_plain_s"].sum(),
-        **sums,
-        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
-        "tau": (rows["tau"] * rows["rounds"]).sum() / rows["rounds"].sum(),
-        "speedup": value,
-        "low": low,
-        "high": high,
-    }
-    if "wall_s" in rows:
-        summary |= {
-            "wall_speedup": rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]]),
-            "identical": None if rows["temperature"].any() else rows["identical"].sum(),
-            "lossless": rows["lossless"].all(),
-        }
-    return summary | {"n_prompts": len(rows)}
-
-
-def speed_without_loops(rows: pd.DataFrame, record: RunRecord) -> float:
-    """Return the speed-up of rows with one K, without prompts whose plain answer loops; NaN if all do."""
-    loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
-    straight = rows[[key not in loops for key in zip(rows["prompt_id"], rows["temperature"], strict=True)]]
-    return summarise_rows(straight)["speedup"] if len(straight) else np.nan
 
 
 def busy(record: RunRecord) -> bool | None:
@@ -181,7 +137,7 @@ def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
     rows = replay_rows(record, live=True)
     if ran_live:
         rows = rows.merge(live_rows(record).query("k > 0")[["prompt_id", "temperature", "k"]])
-    return _table(rows, record)
+    return _over_baseline(rows, record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
@@ -228,47 +184,71 @@ def best_range(record: RunRecord) -> pd.DataFrame:
     """Return the best K per drafter, content and temperature, and the range of K that is not slower.
 
     K = 0, the fastest plain decoding, is one of the choices. A K is slower if the interval (over
-    prompts) of its time relative to the best K lies above 1. Columns include:
+    prompts) of its time relative to the best K lies above 1. Columns include those of `fastest_k`, and
 
-    - longest: the longest draft that the drafter ever offered; a larger K changes nothing
     - verdict: `pays` if the speed-up's interval, widened for the choice among many K, lies above 1;
       `does not pay` if K = 0 is the best and every other K is slower; BUSY if other processes
       disturbed the run; otherwise `undecided`
-    - without_loops: the speed-up over prompts whose answer does not loop
     """
     if "replay" not in record.measurements:  # another rule than token: only the live K
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
     rows = _pooled(replay_rows(record)).query("n_decoded > 0")
     fastest = baseline(record)
-    table = []
     by = ["drafter", "category", "temperature"]
-    for key, group in rows.groupby(by, sort=False, observed=True):
-        plain = group.drop_duplicates("prompt_id")
-        plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
-        choices = pd.concat([plain, group])
-        seconds = choices.pivot(index="prompt_id", columns="k", values="seconds")
-        ks = list(seconds)[1:]
-        longest = max((k for before, k in pairwise(ks) if (seconds[k] != seconds[before]).any()), default=ks[0])
-        best = seconds.sum().idxmin()
-        apart = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
-        first = max((k + 1 for k in apart if k < best), default=0)
-        last = min([longest, *(k - 1 for k in apart if k > best)])
-        chosen = choices.query("k == @best")
-        summary = summarise_rows(chosen)
-        table.append(
-            dict(zip(by, key, strict=True))
-            | {
-                "k": best,
-                "range": str(first) if first == last else f"{first}-{last}",
-                "longest": longest,
-                **{name: summary[name] for name in ("speedup", "low", "high", "tau", "n_prompts")},
-                "without_loops": speed_without_loops(chosen, record) * fastest.share,
-                "verdict": "does not pay" if best == 0 and len(apart) == len(ks) else "undecided",
-            }
-        )
-    frame = fastest.over(widen(pd.DataFrame(table), max(TERMS)))
+    plain = rows.drop_duplicates([*by, "prompt_id"])
+    plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
+    frame = fastest_k(pd.concat([rows, plain]), by, record)
+    frame["without_loops"] *= fastest.share
+    frame = fastest.over(frame)
+    never = frame.pop("others_slower") & (frame["k"] == 0)
+    frame["verdict"] = np.where(never, "does not pay", "undecided")
     frame.loc[(frame["k"] > 0) & (frame["low"] > 1), "verdict"] = "pays"
     return frame.assign(verdict=BUSY) if busy(record) else frame
+
+
+def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFrame:
+    """Return the fastest K of each group of replayed `rows`, in total seconds over its texts.
+
+    Columns: those of `by` and
+
+    - k, and `range`, the range of K around it that is not slower with 95 % confidence
+    - longest: the longest draft that the drafter ever offered; a larger K changes nothing
+    - speedup, low, high: over plain decoding in the same engine; the interval over prompts is
+      widened for the choice of K
+    - tau, n_prompts
+    - without_loops: the speed-up over texts whose plain answer does not loop
+    - others_slower: whether every other K is slower
+    """
+    loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
+    groups = [group for _, group in rows.groupby(by, sort=False, observed=True)]
+    choices = pd.DataFrame(map(_choose_k, groups))
+    fastest = [group[group["k"] == k] for group, k in zip(groups, choices["k"], strict=True)]
+    choices["without_loops"] = [_speedup_without(loops, of_group) for of_group in fastest]
+    speeds = widen(speed_table(pd.concat(fastest), by), max(TERMS)).join(choices)
+    columns = ["k", "range", "longest", "speedup", "low", "high", "tau", "n_prompts", "without_loops", "others_slower"]
+    return speeds[[*by, *columns]]
+
+
+def _choose_k(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return k, range, longest and others_slower of `fastest_k` for the rows of one group."""
+    seconds = rows.pivot(index="prompt_id", columns="k", values="seconds")
+    best = seconds.sum().idxmin()
+    others = [k for k in seconds if k != best]
+    slower = [k for k in others if interval(seconds[[k, best]], rate).low > 1]
+    drafting = [k for k in seconds if k]
+    changes = [k for before, k in pairwise(drafting) if (seconds[k] != seconds[before]).any()]
+    longest = max(changes, default=drafting[0])
+    first = max((k + 1 for k in slower if k < best), default=min(seconds))
+    last = min([longest, *(k - 1 for k in slower if k > best)])
+    near = str(first) if first == last else f"{first}-{last}"
+    return {"k": best, "range": near, "longest": longest, "others_slower": slower == others}
+
+
+def _speedup_without(texts: set[tuple[str, float]], rows: pd.DataFrame) -> float:
+    """Return the speed-up of `rows` except for `texts`; NaN if none is left."""
+    pairs = zip(rows["prompt_id"], rows["temperature"], strict=True)
+    left = rows.loc[[text not in texts for text in pairs], SPEED]
+    return rate_ratio(left) if len(left) else np.nan
 
 
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:

@@ -27,19 +27,27 @@ from specnb.io import project_dir
 from specnb.measure.bench import interval, rate
 from specnb.measure.content import detect
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
-from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
-from specnb.measure.follow import follow, require_followed
+from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.fork import explain_draft
-from specnb.measure.ksweep import baseline_of
 from specnb.measure.machines import known_machines, machines
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import counts_of, every_k, oracle, route, walk_recording
+from specnb.measure.replay import (
+    ReplayStep,
+    counts_of,
+    expected_counts,
+    oracle,
+    route,
+    seconds_of,
+    walk_recording,
+)
+from specnb.measure.sweep import Sweep, plain_text_of
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
 from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "02_adaptive_k"
+GREEDY = [(0.0, 1.0)]
 SWITCHING = "switching conversation"
 """A conversation whose answers switch between prose, code and JSON."""
 STREAM = "all of them in turn"
@@ -61,73 +69,80 @@ def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
 
 
 def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
-    """Generate, record every drafter, replay every controller on every machine, run some live.
+    """Generate, follow every drafter, replay every controller on every machine, run some live.
 
     If an error occurs, the generations so far are saved as a failed run.
     """
     for name in params.machines:
         require_known("machine", name, known_machines())
-    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
-        target = study.open_target(params.target)
-        study.drafters += map(study.open_drafter, params.drafters)
-        require_followed(study.drafters)
-        todo = list(study.chosen)
-        if target.vocab.chat_template:
-            todo += questions(params.conversations)
-        check_prompts(target, todo, params.max_new_tokens)
-        costs = study.time_forwards(params.k_max)
-        study.measured["c"] = study.measured["cs"]
-        recordings = []
-        for done, prompt in enumerate(todo):
-            progress(done, len(todo), f"{prompt.id}: generate and follow")
-            generation = study.decode(prompt)
-            if switches(generation):  # the answer's kind is the category
-                kind = detect(prompt.messages[-1].content, generation.text)
-                generation = generation.model_copy(update={"category": kind})
-            study.generations.append(generation)
-            limits = {"k_max": params.k_max, "max_new_tokens": params.max_new_tokens}
-            recordings += follow(target, study.drafters, generation, **limits)
-        trace = Trace(tuple(recordings))
+    with Sweep(EXPERIMENT, params, prompts_of(params, params.categories)) as study:
+        # 1. Open the models.
+        study.open_models(params.drafters)
+        texts = list(study.chosen)
+        if study.target.vocab.chat_template:
+            texts += questions(params.conversations)
+        check_prompts(study.target, texts, params.max_new_tokens)
+        # 2. Time forward passes.
+        study.time_forwards(params.k_max)
+        # 3. Generate plainly.
+        study.generate_plainly(texts, GREEDY, progress)
+        # 4. Follow the drafters along the texts.
+        study.follow_drafters(params.k_max, progress)
+        # 5. Replay every controller, and the router.
+        trace = Trace(tuple(study.recordings))
         study.measured |= {
-            "replay": list(_replayed(trace, costs, params.machines, params.k_max)),
-            "routed": list(_routed(trace, costs, params.machines, params.k_max)),
-            "draft_forks": [],
+            "c": study.measured["cs"],
+            "replay": list(_replayed(trace, study.costs, params.machines, params.k_max)),
+            "routed": list(_routed(trace, study.costs, params.machines, params.k_max)),
         }
-        study.generations += _live(study, trace, costs, progress)
+
+        # 6. Run every controller live on the first contents.
+        def methods(_temperature: float) -> dict[str, Any]:
+            return {
+                f"{drafter.name}, {name}": {"drafter": drafter, "k": control}
+                for drafter in study.drafters
+                for name, control in controllers(study.costs[drafter.name], params.k_max).items()
+            }
+
+        contents = params.categories[: params.live_contents]
+        live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
+        study.run_live(methods, live, GREEDY, progress)
+        study.measured["draft_forks"] = list(_draft_forks(study, trace))
         return ControllerStudy(study.record(), trace)
 
 
-def switches(text: Generation | Recording) -> bool:
+def _draft_forks(study: Sweep, trace: Trace) -> Iterator[dict[str, Any]]:
+    """Yield, for live runs with a draft model, its first token that differs from the replay."""
+    models = {drafter.name: drafter.model for drafter in study.drafters if isinstance(drafter, ModelDrafter)}
+    for live in study.generations:
+        if live.drafter in models:
+            steps = _walk(trace, live, study.costs[live.drafter])[1]
+            if fork := explain_draft(models[live.drafter], live, steps):
+                key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
+                yield key | fork.model_dump(mode="json")
+
+
+def _walk(trace: Trace, live: Generation, cost: Cost) -> tuple[Recording, list[ReplayStep]]:
+    """Return the recording of a live run, and its rounds with the same controller."""
+    (recording,) = trace.select(prompt_id=live.prompt_id, drafter=live.drafter).recordings
+    return recording, walk_recording(recording, controllers(cost, recording.k_max)[live.controller])
+
+
+def _switches(recording: Recording) -> bool:
     """Return whether the prompt is a question of a conversation."""
-    return text.prompt_id.startswith(PREFIX)
+    return recording.prompt_id.startswith(PREFIX)
 
 
-def _content(text: Generation | Recording) -> str:
-    return SWITCHING if switches(text) else text.category
+def _content(recording: Recording) -> str:
+    return SWITCHING if _switches(recording) else recording.category
 
 
-def _live(study: Experiment, trace: Trace, costs: Mapping[str, Cost], progress: Progress) -> Iterator[Generation]:
-    """Generate the first prompts of the first contents with new instances of every controller.
-
-    Adds to `draft_forks` the first token of a draft model that differs from the replay.
-    """
-    params = study.params
-    contents = list(dict.fromkeys(prompt.category for prompt in study.chosen))
-    live = first_of_each(study.chosen, params.live_prompts)
-    live = [prompt for prompt in live if prompt.category in contents[: params.live_contents]]
-    todo = list(product(live, study.drafters))
-    for done, (prompt, drafter) in enumerate(todo):
-        (recording,) = trace.select(prompt_id=prompt.id, drafter=drafter.name).recordings
-        cost = costs[drafter.name]
-        for name, control in controllers(cost, params.k_max).items():
-            progress(done, len(todo), f"{prompt.id} live: {name}")
-            generation = study.decode(prompt, drafter=drafter, k=control)
-            yield generation
-            if isinstance(drafter, ModelDrafter):
-                replayed = walk_recording(recording, controllers(cost, params.k_max)[name])
-                if fork := explain_draft(drafter.model, generation, replayed):
-                    key = {"prompt_id": prompt.id, "drafter": drafter.name, "policy": name}
-                    study.measured["draft_forks"].append(key | fork.model_dump(mode="json"))
+def _kind(recording: Recording) -> str:
+    """Return the content of a text; in a conversation the kind of the answer."""
+    if not _switches(recording):
+        return recording.category
+    prompt, answer = (text.decode("utf-8", "replace") for text in (recording.prompt, b"".join(recording.pieces)))
+    return detect(prompt, answer)
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
@@ -136,28 +151,25 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
     The policies are the controllers, the best fixed K and the oracle. `speedup` is over plain
     decoding in the same engine, `seconds` are those of each text (not for the oracle).
     """
-    ks = range(k_max + 1)
     for drafter, drafter_cost in costs.items():
         groups = {}
         for recording in trace.select(drafter=drafter).recordings:
-            groups.setdefault(_content(recording), []).append(recording)
-        contents = {c: group for c, group in groups.items() if any(r.n_tokens > 1 for r in group)}
-        exact = {content: [every_k(r, ks) for r in group] for content, group in contents.items()}
-        for machine, cost in machines(drafter_cost, names).items():
-            for content, group in contents.items():
-                common = {"machine": machine, "drafter": drafter, "content": content}
-                plain = sum(r.n_tokens - 1 for r in group) * cost.step_s
-                fixed = [[counts[k].seconds(cost) for counts in exact[content]] for k in ks]
-                best = min(ks, key=lambda k: sum(fixed[k]))
-                rows = [(f"best fixed K = {best}", "fixed", fixed[best])]
-                for name, control in controllers(cost, k_max).items():  # they learn across texts
-                    walks = [(r, walk_recording(r, control)) for r in group]
-                    rows.append((name, "controller", [counts_of(r, w).seconds(cost) for r, w in walks]))
-                for name, kind, seconds in rows:
-                    row = {"policy": name, "kind": kind, "seconds": seconds}
-                    yield common | row | {"speedup": plain / sum(seconds)}
-                bound = sum(oracle(r, cost, k_max)[1] for r in group)
-                yield common | {"policy": "oracle", "kind": "oracle", "speedup": plain / bound}
+            if recording.n_tokens > 1:
+                groups.setdefault(_content(recording), []).append(recording)
+        counts = {content: expected_counts(group, range(k_max + 1)) for content, group in groups.items()}
+        for (machine, cost), (content, group) in product(machines(drafter_cost, names).items(), groups.items()):
+            by_k = seconds_of(counts[content], cost)
+            best = by_k.sum(axis=0).argmin()
+            policies = [(f"best fixed K = {best}", "fixed", by_k[:, best].tolist())]
+            for name, control in controllers(cost, k_max).items():  # they learn across texts
+                walks = [counts_of(recording, walk_recording(recording, control)) for recording in group]
+                policies.append((name, "controller", [walk.seconds(cost) for walk in walks]))
+            row = {"machine": machine, "drafter": drafter, "content": content}
+            plain_s = by_k[:, 0].sum()
+            for name, kind, seconds in policies:
+                yield row | {"policy": name, "kind": kind, "seconds": seconds, "speedup": plain_s / sum(seconds)}
+            bound_s = sum(oracle(recording, cost, k_max)[1] for recording in group)
+            yield row | {"policy": "oracle", "kind": "oracle", "speedup": plain_s / bound_s}
 
 
 def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
@@ -168,36 +180,36 @@ def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max
     row, with a single drafter and K in `best_s`. The best are known in hindsight only.
     """
     ks = range(k_max + 1)
-    counts = {name: [every_k(r, ks) for r in trace.select(drafter=name).recordings] for name in costs}
+    counts = {name: expected_counts(trace.select(drafter=name).recordings, ks) for name in costs}
     for machine in machines(next(iter(costs.values())), names):
         # 1. Route all texts; compute the time of every drafter and K on them.
         here = {name: machines(cost, names)[machine] for name, cost in costs.items()}
-        step_s = next(iter(here.values())).step_s
         routed = list(route(trace.recordings, here, k_max=k_max))
-        fixed = {
-            f"{name}, K = {k}": [
-                of_text[k].seconds(here[name]) + (text.prompt_s[name] if k else 0.0)
-                for of_text, text in zip(of_drafter, routed, strict=True)
-            ]
-            for name, of_drafter in counts.items()
-            for k in ks
-        }
+        fixed = {}
+        for name, cost in here.items():
+            by_k = seconds_of(counts[name], cost)
+            by_k[:, 1:] += [[text.prompt_s[name]] for text in routed]
+            fixed |= {f"{name}, K = {k}": by_k[:, k] for k in ks}
+        texts = pd.DataFrame(fixed).assign(
+            content=[_content(text.recording) for text in routed],
+            seconds=[sum(text.round_s) for text in routed],
+            arms=[text.arms for text in routed],
+        )
         # 2. Compare them on each content, and on the stream.
-        contents = [_content(text.recording) for text in routed]
-        for content in (*dict.fromkeys(contents), STREAM):
-            texts = [i for i, of_text in enumerate(contents) if content in (of_text, STREAM)]
-            plain_s = [step_s * (routed[i].recording.n_tokens - 1) for i in texts]
-            if not any(plain_s):  # nothing to decode
+        for content in (*texts["content"].unique(), STREAM):
+            of = texts if content == STREAM else texts[texts["content"] == content]
+            plain_s = of[next(iter(fixed))]  # K = 0
+            if not plain_s.any():  # nothing to decode
                 continue
-            best = min(fixed, key=lambda name: sum(fixed[name][i] for i in texts))
+            best = of[list(fixed)].sum().idxmin()
             yield {
                 "machine": machine,
                 "content": content,
                 "best": best,
-                "best_s": [fixed[best][i] for i in texts],
-                "seconds": [sum(routed[i].round_s) for i in texts],
-                "plain_s": plain_s,
-                "arms": dict(Counter(arm for i in texts for arm in routed[i].arms)),
+                "best_s": of[best].tolist(),
+                "seconds": of["seconds"].tolist(),
+                "plain_s": plain_s.tolist(),
+                "arms": dict(Counter(of["arms"].sum())),
             }
 
 
@@ -279,7 +291,7 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
             n = step.n_accepted + 1
-            rows.append((start + step.at, n, seconds / step_s, arm or "none", text.recording.category))
+            rows.append((start + step.at, n, seconds / step_s, arm or "none", _kind(text.recording)))
         start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
@@ -345,18 +357,16 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     forks = study.record.measurements["draft_forks"]
     near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}
     rows = []
-    for g in (g for g in generations if g.k):
-        (recording,) = study.trace.select(prompt_id=g.prompt_id, drafter=g.drafter).recordings
-        control = controllers(cost_of(study.record, g.drafter), recording.k_max)[g.controller]
-        counts = counts_of(recording, walk_recording(recording, control))
-        live = {"rounds": len(g.rounds), "drafted": g.total_draft_tokens, "accepted": g.accepted_tokens}
+    for live in (g for g in generations if g.k):
+        counts = counts_of(*_walk(study.trace, live, cost_of(study.record, live.drafter)))
+        measured = {"rounds": len(live.rounds), "drafted": live.total_draft_tokens, "accepted": live.accepted_tokens}
         rows.append(
-            {"content": g.category, "drafter": g.drafter, "policy": g.controller}
-            | live
+            {"content": live.category, "drafter": live.drafter, "policy": live.controller}
+            | measured
             | {
-                "same": live.items() <= counts._asdict().items(),
-                "same_text": g.token_ids == baseline_of(generations, g).token_ids,
-                "near_tie": near_ties.get((g.prompt_id, g.drafter, g.controller)),
+                "same": measured.items() <= counts._asdict().items(),
+                "same_text": live.token_ids == plain_text_of(generations, live).token_ids,
+                "near_tie": near_ties.get((live.prompt_id, live.drafter, live.controller)),
             }
         )
     return pd.DataFrame(rows)
@@ -364,7 +374,7 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
 
 def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
     """Return K for every round of the switching conversation: policy, token (position), k, content."""
-    recordings = [r for r in study.trace.select(drafter=drafter).recordings if switches(r)]
+    recordings = [r for r in study.trace.select(drafter=drafter).recordings if _switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
     fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
@@ -373,7 +383,7 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     for recording in recordings:
         for policy in policies:
             steps = walk_recording(recording, fresh[policy])
-            rows += [(policy, start + step.at, step.drafted, recording.category) for step in steps]
+            rows += [(policy, start + step.at, step.drafted, _kind(recording)) for step in steps]
         start += recording.n_tokens
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 

@@ -3,9 +3,6 @@
 The experiment of notebook 07. Its record separates predictions of replays from live results.
 """
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,24 +11,23 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.style import dots, dress, readable, series
-from specnb.book.tables import baseline, compact, live_rows, replay_rows, speed_without_loops, summarise_rows
-from specnb.draft.base import Drafter
+from specnb.book.tables import baseline, compact, fastest_k, live_rows, replay_rows
 from specnb.io import read_json
-from specnb.measure.bench import TERMS, interval, rate, widen
+from specnb.measure.bench import speed_table
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.experiment import Experiment, Progress, check_prompts, first_of_each, prompts_of, silent
-from specnb.measure.ksweep import engine_options, replay_drafters
+from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent
 from specnb.measure.recording import Recording
-from specnb.measure.replay import counts_of, fixed_k, route, sweep_row
+from specnb.measure.replay import fixed_k
+from specnb.measure.sweep import Sweep
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.params import LeagueParams
-from specnb.records import Generation, RunRecord
+from specnb.records import RunRecord
 
 EXPERIMENT = "07_drafters"
 
 
 def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate plainly, record every drafter along the texts, choose the best K, run it live.
+    """Generate plainly, follow every drafter along the texts, replay every K, run the best K live.
 
     Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
     Drafters that do not fit the target are in `left_out` with the reason; `names` maps drafters to
@@ -39,77 +35,40 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     tested and accepted draft tokens by position, `best` the K of the live runs. The live runs are
     generations.
     """
-    with Experiment(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
+    with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
         # 1. Open the models.
-        target = study.open_target(params.target, **engine_options(params))
-        names = {}
-        study.measured |= {"left_out": {}, "names": names}
-        routers = []
-        for name in params.drafters:
-            with study.leave_out(name):
-                drafter = study.open_drafter(name)
-                (routers if drafter.chooses_k else study.drafters).append(drafter)
-                names[drafter.name] = name
-        check_prompts(target, study.chosen, params.max_new_tokens)
-        # 2. Measure costs, generate plainly, and replay every K.
-        costs = study.time_forwards(params.k_max)
-        todo = list(product(params.temperatures, study.chosen))
-        for done, (temperature, prompt) in enumerate(todo):
-            progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, plain")
-            study.generations.append(study.decode(prompt, temperature=temperature))
-        ks = range(1, params.k_max + 1)
-        study.measured["replay"], recordings = replay_drafters(study, ks, costs, progress)
-        deepest = [(recording, fixed_k(recording, recording.k_max)) for recording in recordings]
-        study.measured["alphas"] = [r.key | {"tested": n.tested, "kept": n.kept} for r, n in deepest]
-        # 3. Select the best K of each drafter, and run it live.
-        rows = pd.DataFrame(study.measured["replay"]["rows"])
-        seconds = rows.pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
-        study.measured["best"] = seconds.idxmin(axis=1).rename("k").reset_index().to_dict("records")
-        study.measured["replay"]["rows"] += _routed(study, routers, recordings, costs)
-        study.generations += _live(study, routers, progress)
+        study.open_models([], params.drafters)
+        check_prompts(study.target, study.chosen, params.max_new_tokens)
+        # 2. Time forward passes.
+        study.time_forwards(params.k_max)
+        # 3. Generate plainly.
+        samplings = [(temperature, 1.0) for temperature in params.temperatures]
+        study.generate_plainly(study.chosen, samplings, progress)
+        # 4. Follow the drafters along the texts.
+        study.follow_drafters(params.k_max, progress)
+        # 5. Replay every K, and choose the best one.
+        rows = study.replay_every_k(range(1, params.k_max + 1))
+        seconds = pd.DataFrame(rows).pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
+        best = seconds.idxmin(axis=1).rename("k").loc[:, list(study.costs)]
+        study.measured |= {
+            "replay": {"rows": rows},
+            "alphas": [_alphas(recording) for recording in study.recordings],
+            "best": best.reset_index().to_dict("records"),
+        }
+
+        # 6. Run every drafter live at its best K, and the routers.
+        def methods(temperature: float) -> dict[str, Any]:
+            at_best = {d.name: {"drafter": d, "k": int(best[temperature, d.name])} for d in study.drafters}
+            return at_best | {router.name: {"drafter": router} for router in study.routers}
+
+        study.run_live(methods, first_of_each(study.chosen, params.live_prompts), samplings, progress)
         return study.record()
 
 
-def _routed(
-    study: Any, routers: Sequence[Any], recordings: Sequence[Recording], costs: dict[str, Cost]
-) -> Iterator[dict[str, Any]]:
-    """Yield rows of `replay` for those routers whose arms were all recorded."""
-    plain_s = {(plain.prompt_id, plain.temperature): plain.decode_s for plain in study.generations}
-    for router in routers:
-        arms = {arm.drafter.name: arm.drafter for arm in router.arms}
-        if arms.keys() - costs.keys():
-            continue
-        arm_costs = {name: costs[name] for name in arms}
-        expected = {name: arm.expected for name, arm in arms.items()}
-        k_max = min(router.chooses_k, study.params.k_max)
-        for temperature in study.params.temperatures:
-            texts = [recording for recording in recordings if recording.temperature == temperature]
-            for text in route(texts, arm_costs, k_max=k_max, expected=expected):
-                recording = text.recording
-                counts = counts_of(recording, text.steps)
-                row = sweep_row(recording, k_max, counts, costs[recording.drafter])
-                row["drafter"] = router.name
-                row["seconds"] = sum(text.round_s)
-                row["live_plain_s"] = plain_s[recording.prompt_id, temperature]
-                yield row
-
-
-def _live(study: Any, routers: Sequence[Drafter], progress: Progress) -> Iterator[Generation]:
-    """Generate plainly, with every drafter at its best K, and with `routers`, in rotating order.
-
-    Uses the first prompts of each content.
-    """
-    drafters = {drafter.name: drafter for drafter in (*study.drafters, *routers)}
-    live = first_of_each(study.chosen, study.params.live_prompts)
-    todo = [*product(live, study.params.temperatures)]
-    for done, (prompt, temperature) in enumerate(todo):
-        rows = [row for row in study.measured["best"] if row["temperature"] == temperature]
-        best = [(row["drafter"], row["k"]) for row in rows]
-        methods = deque([("", 0), *best, *((router.name, None) for router in routers)])
-        methods.rotate(-done)
-        for name, k in methods:
-            progress(done, len(todo), f"{prompt.id}, temperature {temperature:g}, {name or 'plain'}")
-            yield study.decode(prompt, temperature=temperature, drafter=drafters.get(name), k=k)
+def _alphas(recording: Recording) -> dict[str, Any]:
+    """Return the tested and accepted draft tokens by position, with the largest K."""
+    counts = fixed_k(recording, recording.k_max)
+    return recording.key | {"tested": counts.tested, "kept": counts.kept}
 
 
 # --- Tables and figures of notebook 07: drafters by content, live and replayed, and where a draft pays ---
@@ -133,32 +92,17 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
     """
     wanted = "temperature == @temperature" + " and category == @category" * bool(category)
     rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
-    counts = pd.DataFrame(record.measurements["alphas"]).query(wanted)
-    live = live_speeds(record, temperature, category)
-    table = []
-    for drafter, group in rows.groupby("drafter", sort=False):
-        seconds = group.pivot(index="prompt_id", columns="k", values="seconds")
-        best = seconds.sum().idxmin()
-        near = [k for k in seconds if k == best or not interval(seconds[[k, best]], rate).low > 1]
-        chosen = group.query("k == @best")
-        summary = summarise_rows(chosen)
-        counted = counts.query("drafter == @drafter")  # none for a router
-        tested, kept = (pd.DataFrame(counted[name].tolist()).sum() for name in ("tested", "kept"))
-        alphas = kept / tested
-        table.append(
-            {
-                "drafter": drafter,
-                "c": record.measurements["cs"].get(drafter),
-                **{f"alpha_{n}": alphas.get(n - 1) for n in SHOWN},
-                "tested": tested.get(0),
-                "best_k": best,
-                "range": f"{min(near)}-{max(near)}",
-                **{name: summary[name] for name in ("tau", "speedup", "low", "high", "n_prompts")},
-                "without_loops": speed_without_loops(chosen, record),
-            }
-        )
-    frame = widen(pd.DataFrame(table), max(TERMS)).drop(columns="n_prompts").set_index("drafter")
-    frame = frame.rename(columns={"speedup": "predicted"}).join(live, how="outer")
+    speeds = fastest_k(rows, ["drafter"], record).set_index("drafter")
+    counts = pd.DataFrame(record.measurements["alphas"]).query(wanted).set_index("drafter")
+    tested, kept = (
+        pd.DataFrame(counts[name].tolist(), counts.index).groupby("drafter").sum() for name in ("tested", "kept")
+    )
+    alphas = (kept / tested).reindex(columns=[n - 1 for n in SHOWN])  # none for a router
+    frame = alphas.set_axis([f"alpha_{n}" for n in SHOWN], axis=1).assign(tested=tested[0])
+    frame.insert(0, "c", pd.Series(record.measurements["cs"]))
+    columns = ["k", "range", "tau", "speedup", "low", "high", "without_loops"]
+    speeds = speeds[columns].rename(columns={"k": "best_k", "speedup": "predicted"})
+    frame = frame.join([speeds, live_speeds(record, temperature, category)], how="outer")
     frame = frame.assign(over_fastest=frame["live"] * baseline(record).share).rename(index=record.measurements["names"])
     return frame.sort_values("predicted", ascending=False)
 
@@ -179,16 +123,23 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
 
     Columns: live, live_low, live_high, prompts, identical (greedy texts equal to plain decoding).
     """
+    columns = {
+        "speedup": "live",
+        "low": "live_low",
+        "high": "live_high",
+        "n_prompts": "prompts",
+        "identical": "identical",
+    }
+    if not record.generations:  # a published record
+        return pd.DataFrame(columns=[*columns.values()])
     wanted = "k > 0 and n_decoded > 0 and temperature == @temperature" + " and category == @category" * bool(category)
-    groups = live_rows(record).query(wanted).groupby("drafter", sort=False)
-    table = pd.DataFrame.from_dict({drafter: summarise_rows(group) for drafter, group in groups}, orient="index")
-    names = {"speedup": "live", "low": "live_low", "high": "live_high", "n_prompts": "prompts"}
-    return table.reindex(columns=[*names, "identical"]).rename(columns=names)
+    table = speed_table(live_rows(record).query(wanted), ["drafter"])
+    return table.reindex(columns=["drafter", *columns]).set_index("drafter").rename(columns=columns)
 
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
     """Return the number of answers by content and temperature, and how many of them loop."""
-    answers = live_rows(record).query("k == 0").drop_duplicates(["prompt_id", "temperature"])
+    answers = live_rows(record).query("k == 0")
     loops = answers.groupby(["category", "temperature"], sort=False)["loops"]
     return loops.agg(answers="size", looping="sum").reset_index()
 

@@ -149,7 +149,7 @@ def interleaved(
         for index in range(len(prompts))
         for turn in range(len(names))
     ]
-    for run in methods.values():
+    for run in methods.values() if prompts else ():
         run(prompts[0])
     for done, (repeat, index, name) in enumerate(order):
         progress(done, len(order), f"timing {name}, prompt {index + 1} of {len(prompts)}")
@@ -189,29 +189,64 @@ def compare(
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     """Return the table of `compare` for completed runs, which may be of some prompts only."""
-    repeats = {"n_tokens": "first", "wall_s": "median", "token_ids": "first"}
-    frame = pd.DataFrame(runs, columns=Timed._fields)
-    by_prompt = frame.groupby(["method", "prompt"], sort=False).agg(repeats)
-    rows = []
-    for name in by_prompt.index.unique("method"):
-        plain = by_prompt.loc[baseline]
-        both = by_prompt.loc[name].merge(plain, on="prompt", suffixes=("", "_plain"))
-        times = both[["n_tokens", "wall_s", "n_tokens_plain", "wall_s_plain"]].to_numpy(float)
-        value, low, high = interval(times, rate_ratio)
-        counts = pool_rounds([run.generation for run in runs if run.method == name and run.generation])
-        row = {
-            "method": name,
-            "tokens_per_s": rate(times[:, :2]),
-            "speedup": value,
-            "low": low,
-            "high": high,
-            "tau": counts["tau"],
-            "acceptance_rate": counts["acceptance_rate"],
-            "identical": int((both["token_ids"] == both["token_ids_plain"]).sum()),
-            "n_prompts": len(both),
-        }
-        rows.append(row)
-    return pd.DataFrame(rows)
+    frame = pd.DataFrame(runs, columns=Timed._fields).rename(columns={"n_tokens": "n_decoded"})
+    frame["seconds"] = frame.groupby(["method", "prompt"])["wall_s"].transform("median")
+    counts = [pool_rounds([run.generation] if run.generation else []) for run in runs]
+    frame = frame.join(pd.DataFrame(counts)).drop_duplicates(["method", "prompt"])  # repeats
+    frame["rounds"] = frame["n_decoded"] / frame["tau"]
+    plain = frame[frame["method"] == baseline].set_index("prompt")[["n_decoded", "seconds", "token_ids"]]
+    rows = frame.join(plain.set_axis(["plain_decoded", "plain_s", "plain_ids"], axis=1), on="prompt")
+    rows["identical"] = rows["token_ids"] == rows["plain_ids"]
+    columns = ["tokens_per_s", "speedup", "low", "high", "tau", "acceptance_rate", "identical", "n_prompts"]
+    return speed_table(rows, ["method"])[["method", *columns]]
+
+
+SPEED = ["n_decoded", "seconds", "plain_decoded", "plain_s"]
+"""Columns from which a speedup is computed: tokens and seconds of a run, and of plain decoding."""
+
+
+def speed_table(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Return one row per group of `by`: totals, and the speedup over plain decoding in the same engine.
+
+    `rows` has a row for each text and method, live or replayed, with the columns SPEED, `drafted`,
+    `accepted`, `rounds` and `tau`. Optional are `live_plain_s`, the measured seconds of plain
+    decoding if `plain_s` is predicted; `wall_s`, `n_tokens`, `plain_wall_s` and `plain_tokens`, with
+    prefill; `identical` and `temperature`; and `lossless`.
+
+    Columns: those of `by`, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low
+    and high (interval over texts), wall_speedup, identical (number of greedy texts that equal plain
+    decoding), lossless, n_prompts. The three optional ones depend on the columns of `rows`.
+    """
+    return pd.DataFrame(
+        dict(zip(by, key, strict=True)) | _speed(group)
+        for key, group in rows.groupby(list(by), sort=False, observed=True)
+    )
+
+
+def _speed(rows: pd.DataFrame) -> dict[str, Any]:
+    """Return the columns of `speed_table` for the rows of one group."""
+    decoding = rows[rows["n_decoded"] > 0]  # an answer of one token is all prefill
+    value, low, high = interval(decoding[SPEED], rate_ratio)
+    plain_s = decoding["live_plain_s" if "live_plain_s" in rows else "plain_s"]
+    drafted, accepted, rounds = rows[["drafted", "accepted", "rounds"]].sum()
+    columns = {
+        "tokens_per_s": value * decoding["plain_decoded"].sum() / plain_s.sum(),
+        "drafted": drafted,
+        "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None,
+        "tau": (rows["tau"] * rows["rounds"]).sum() / rounds if rounds else None,
+        "speedup": value,
+        "low": low,
+        "high": high,
+    }
+    if "plain_wall_s" in rows:
+        columns["wall_speedup"] = rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]])
+    if "identical" in rows:
+        sampled = "temperature" in rows and rows["temperature"].any()
+        columns["identical"] = None if sampled else rows["identical"].sum()
+    if "lossless" in rows:
+        columns["lossless"] = rows["lossless"].all()
+    return columns | {"n_prompts": len(rows)}
 
 
 def pays(low: float, high: float) -> str:
@@ -279,33 +314,46 @@ class PairBench(NamedTuple):
         return f"{advice}Verdict: {self.verdict}{reason}. {measured} {accepted}"
 
 
-def time_pair(
+def time_pairs(
     target: LanguageModel,
-    drafter: Drafter,
+    drafters: Sequence[Drafter],
     chosen: Sequence[Prompt],
     *,
     ks: Sequence[int],
     max_new_tokens: int,
     progress: Progress = silent,
-) -> PairBench:
-    """Time a drafter with every K and with a router (`auto`), interleaved with plain decoding."""
+) -> list[PairBench]:
+    """Time each drafter with every K and with a router (`auto`), all interleaved with plain decoding."""
     progress(0, 1, "measuring the costs of forward passes")
-    with steady_threads(target, drafter.model):
-        curve, c = verify_costs(target, [drafter], max(ks))
+    with steady_threads(target, *(drafter.model for drafter in drafters)):
+        # 1. Time forward passes.
+        curve, c = verify_costs(target, drafters, max(ks))
+        # 2. Run everything live, in turn.
         plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
-        methods = {"plain": plain} | {f"K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
-        methods["auto"] = partial(plain, drafter=route_between(target, [drafter]))
-        timed = compare(methods, chosen, baseline="plain", progress=progress)
+        methods = {"plain": plain}
+        for drafter in drafters:
+            methods |= {f"{drafter.name}: K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
+            methods[f"{drafter.name}: auto"] = partial(plain, drafter=route_between(target, [drafter]))
+        runs = list(interleaved(methods, chosen, progress=progress))
     baseline = time_baseline(target, chosen)
-    cost = Cost(curve, c[drafter.name])
-    needed = [None, *(cost.rate_needed(k, baseline.share) for k in ks), None]
-    timed.insert(timed.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
-    return PairBench(
-        target=target.name,
-        drafter=drafter.name,
-        verify_curve=curve,
-        c=cost.c,
-        c_across_engines=crosses_engines(target, drafter),
-        baseline=baseline,
-        table=baseline.over(timed),
-    )
+    # 3. Tabulate them by drafter.
+    pairs = []
+    for drafter in drafters:
+        prefix = f"{drafter.name}: "
+        paired = [run for run in runs if run.method == "plain" or run.method.startswith(prefix)]
+        paired = [run._replace(method=run.method.removeprefix(prefix)) for run in paired]
+        table = tabulate_speeds(paired, baseline="plain")
+        cost = Cost(curve, c[drafter.name])
+        needed = [None, *(cost.rate_needed(k, baseline.share) for k in ks), None]
+        table.insert(table.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
+        pair = PairBench(
+            target=target.name,
+            drafter=drafter.name,
+            verify_curve=curve,
+            c=cost.c,
+            c_across_engines=crosses_engines(target, drafter),
+            baseline=baseline,
+            table=baseline.over(table),
+        )
+        pairs.append(pair)
+    return pairs

@@ -1,8 +1,8 @@
 """Common parts of all experiments: choosing prompts, reporting progress, and recording results."""
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from math import inf
@@ -20,8 +20,6 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.files import local_file, parse, weights_origin
 from specnb.lm.load import load
 from specnb.machine import Neighbours, steady_threads
-from specnb.measure.baseline import time_baseline
-from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.params import Params
 from specnb.prompts import PACKS, Prompt, digest_prompts, prompts
 from specnb.provenance import provenance
@@ -170,30 +168,6 @@ class Experiment:
     def open_drafter(self, name: str) -> Drafter:
         """Open a drafter for the target. Raises what `load_drafter` does."""
         return self.opened(load_drafter(name, self.target, strict=True).drafter)
-
-    def time_forwards(self, k_max: int) -> dict[str, Cost]:
-        """Return the costs of rounds with each drafter.
-
-        Records the curve, c, the drafters whose c compares engines, and the baseline.
-        """
-        target = self.target
-        repeats = CURVE_REPEATS[self.params.budget]
-        curve, c = verify_costs(target, self.drafters, k_max, repeats=repeats)
-        self.measured |= {
-            "cs": c,
-            "verify_curve": curve.model_dump(mode="json"),
-            "c_across_engines": [d.name for d in self.drafters if crosses_engines(target, d)],
-            "baseline": time_baseline(target, self.chosen[:5]).model_dump(),
-        }
-        return {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in self.drafters}
-
-    @contextmanager
-    def leave_out(self, name: str) -> Iterator[None]:
-        """Continue after the block without the drafter `name` if it fails; record the reason."""
-        try:
-            yield
-        except SpecnbError as error:
-            self.measured.setdefault("left_out", {})[name] = str(error)
 
     def decode(self, prompt: Prompt, **settings: Any) -> Generation:
         """Generate with the target, by default with the parameters' length and seed."""

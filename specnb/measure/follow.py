@@ -46,6 +46,8 @@ def require_followed(drafters: Sequence[Drafter]) -> None:
     for name, drafter in zip(names, drafters, strict=True):
         if names.count(name) > 1:
             raise InputError(f"{name} is the name of {names.count(name)} drafters: pass each drafter once")
+        if drafter.chooses_k:
+            raise InputError(f"{name} chooses its drafter and K: it is replayed along the recordings of its arms")
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
         if not drafter.nested:
@@ -93,40 +95,50 @@ class _Text:
     """A plain generation to follow drafters along. Each `follow_…` method returns a recording without a name."""
 
     def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
-        self.target, self.generation = target, generation
+        self.target = target
+        self.generation = generation
+        self.token_ids = generation.token_ids
         self.sampling = Sampling(generation.temperature, generation.top_k, generation.top_p)
         n_prompt = len(generation.prompt_ids)
         widest = min(k_max, target.caps.max_width - 1)
         last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
-        self.most = [max(0, min(widest, last - i)) for i in range(len(generation.token_ids))]
+        self.limits = [max(0, min(widest, last - at)) for at in range(len(self.token_ids))]
         """Largest number of draft tokens of a chain after each number of tokens."""
+        shared = {"prompt_id", "category", "target", "temperature", "top_p", "seed", "token_ids"}
         self.blank = Recording(
-            generation.prompt_id, generation.category, generation.target, "", generation.temperature, generation.seed,
-            k_max, max_new_tokens, target.vocab.raw_bytes(generation.prompt_ids), generation.token_ids,
-            tuple(map(target.vocab.piece, generation.token_ids)), (), (), top_p=generation.top_p,
-        )  # fmt: skip
+            **generation.model_dump(include=shared),
+            drafter="",
+            k_max=k_max,
+            max_new_tokens=max_new_tokens,
+            prompt=target.vocab.raw_bytes(generation.prompt_ids),
+            pieces=tuple(map(target.vocab.piece, self.token_ids)),
+            keep=(),
+            offered=(),
+        )
 
     def read_chances(self) -> None:
         """Record the probability of each sampled token under the target."""
         rows = _rows_along(self.target, self.generation, PASS_WIDTH)
-        chances = [float(self.sampling.probabilities(row)[self.generation.token_ids[at]]) for at, row in rows]
+        chances = [float(self.sampling.probabilities(row)[self.token_ids[at]]) for at, row in rows]
         self.blank = self.blank._replace(p_target=tuple(chances))
 
     def follow_heads(self, drafter: Drafter) -> Recording:
         """Record a sampled chain of trained heads: their rows at every position."""
-        keep, beliefs = [], []
-        offered = tuple(
-            at and min(limit, drafter.n_heads) for at, limit in enumerate(self.most)
-        )  # nothing in the first round
+        # heads draft nothing in the first round
+        offered = [min(limit, drafter.n_heads) if at else 0 for at, limit in enumerate(self.limits)]
+        keep = []
+        beliefs = []
         for at, tokens in self._along(drafter):
-            ahead = self.generation.token_ids[at : at + offered[at]]
-            rows = drafter.rows(tokens, ahead) if ahead else []
-            q = [float(self.sampling.probabilities(row)[x]) for row, x in zip(rows, ahead, strict=True)]
-            keep.append(tuple(map(_kept, q, self.blank.p_target[at:])))
+            true_ids = self.token_ids[at : at + offered[at]]
+            rows = drafter.rows(tokens, true_ids) if true_ids else []
+            chances = []
+            for row, token, p_target in zip(rows, true_ids, self.blank.p_target[at:], strict=False):
+                chances.append(_kept(float(self.sampling.probabilities(row)[token]), p_target))
+            keep.append(tuple(chances))
             beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
-            offered=offered,
+            offered=tuple(offered),
             head_beliefs=tuple(beliefs),
             round_steps=drafter.at_once * drafter.n_heads,
         )
@@ -141,12 +153,12 @@ class _Text:
         drafts = []
         for at, tokens in self._along(drafter):
             watch = WatchingPicker()
-            limit = self.most[at]
+            limit = self.limits[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 raise InputError(f"{drafter.name} chooses from logits: only draft models and heads are replayed so")
             offered.append(len(ids))
-            keep.append(tuple(float(d == x) for d, x in zip(ids, self.generation.token_ids[at:], strict=False)))
+            keep.append(tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
             support.append(watch.support)
             beliefs.append(tuple(watch.beliefs))
@@ -163,15 +175,14 @@ class _Text:
         at all widths.
         """
         tokens = list(self.generation.prompt_ids)
-        true = self.generation.token_ids
         view = TokenView(tokens)
-        fed = true[:-2]
+        fed = self.token_ids[:-2]
         width = _pass_width(self.target.caps)
         drafter.start(view)
         if drafter.target:
             self.target.reset()
             self.target.forward(tokens, n_logits=1)
-        for at, token in enumerate(true):
+        for at, token in enumerate(self.token_ids):
             n_fed = at - 2  # heads read the state before the newest token
             if drafter.target and n_fed >= 0 and n_fed % width == 0:
                 self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
@@ -182,24 +193,30 @@ class _Text:
 
     def follow_model(self, model: LanguageModel) -> Recording:
         """Record a draft model's rows along the text."""
-        kept, beliefs, best, likely = [], [], [], []
         greedy = self.sampling.greedy
-        scale = Sampling(1.0) if self.sampling.greedy else self.sampling
+        scale = Sampling(1.0) if greedy else self.sampling
+        chances = []  # of each token to be accepted
+        beliefs = []
+        best_ids = []
+        likely = []
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
-            token = self.generation.token_ids[at]
+            token = self.token_ids[at]
+            best_id = argmax(row)
+            q_draft = float(scale.probabilities(row)[token])
+            chances.append(float(best_id == token) if greedy else _kept(q_draft, self.blank.p_target[at]))
             beliefs.append(top_probability(row))
-            best.append(argmax(row))
-            likely.append(float(scale.probabilities(row)[token]))
-            kept.append(float(best[-1] == token) if greedy else _kept(likely[-1], self.blank.p_target[at]))
+            best_ids.append(best_id)
+            likely.append(q_draft)
         room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a shorter context ends drafting
-        offered = tuple(max(0, min(limit, room - i)) for i, limit in enumerate(self.most))
-        keep = tuple(tuple(kept[i : i + n]) for i, n in enumerate(offered))
-        recording = self.blank._replace(keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely))
-        if not greedy:
-            return recording
-        ends = [row.index(0.0) + 1 if 0.0 in row else len(row) for row in keep]  # after the first wrong draft
-        drafts = (tuple(map(self.target.vocab.piece, best[at : at + n])) for at, n in enumerate(ends))
-        return recording._replace(drafts=tuple(drafts))
+        offered = tuple(max(0, min(limit, room - at)) for at, limit in enumerate(self.limits))
+        keep = tuple(tuple(chances[at : at + n]) for at, n in enumerate(offered))
+        drafts = []
+        for at, row in enumerate(keep if greedy else ()):
+            n = row.index(0.0) + 1 if 0.0 in row else len(row)  # up to the first wrong draft
+            drafts.append(tuple(map(self.target.vocab.piece, best_ids[at : at + n])))
+        return self.blank._replace(
+            keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely), drafts=tuple(drafts)
+        )
 
 
 def _kept(q_draft: float, p_target: float) -> float:

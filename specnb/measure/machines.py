@@ -1,7 +1,7 @@
 """Does speculation pay on this machine? Measures a target and its drafters in about a minute."""
 
 from collections.abc import Iterable, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import UTC, date, datetime
 from functools import cache
 from typing import Any, Literal, NamedTuple, Self
@@ -15,7 +15,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, PairBench, pays, time_pair
+from specnb.measure.bench import FEWEST, PairBench, pays, time_pairs
 from specnb.measure.cost import NAMED, Cost, CostCurve, plain_rates, verify_curve
 from specnb.measure.experiment import Progress, check_prompts, silent
 from specnb.measure.pair import share_options
@@ -137,16 +137,19 @@ def bench_target(
         check_drafter(name, target_name, **options_of[name])
     neighbours = Neighbours()
     progress(0, 1, f"loading {target_name}")
-    with closing(load(target_name)) as target:
+    with ExitStack() as opened:
+        target = opened.enter_context(closing(load(target_name)))
         check_prompts(target, chosen or [], max_new_tokens)
         progress(0, 1, "measuring prefill and plain decoding")
         rates = plain_rates(target, **RATES)
         timed = chosen or [p.without_template for name in CATEGORIES for p in prompts(name, limit=1)]
-        settings = {"ks": ks, "max_new_tokens": max_new_tokens, "progress": progress}
-        pairs = []
+        drafters = []
         for name in drafter_names:
-            with open_pair(target, name, strict=True, **options_of[name]) as (_, drafter, _):
-                pairs.append(time_pair(target, drafter, timed, **settings))
+            _, drafter, _ = opened.enter_context(open_pair(target, name, strict=True, **options_of[name]))
+            drafters.append(drafter)
+        pairs = []
+        if drafters:
+            pairs = time_pairs(target, drafters, timed, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
         curve = pairs[0].verify_curve if pairs else verify_curve(target)
         busy = neighbours.during(target.caps, []).busy
         rows = []

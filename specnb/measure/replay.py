@@ -71,7 +71,30 @@ def expected_counts(recordings: Sequence[Recording], ks: Sequence[int]) -> np.nd
     """Return the exact expected counts of all recordings with every draft length.
 
     The shape is `(recordings, ks, 3 max(ks) + 6)`; see `split` for the last axis. All recordings
-    are processed together, position by position.
+    are processed together, position by position. The number of rounds of one of them, as a loop:
+
+    >>> def count_rounds(recording, k):
+    ...     n = recording.n_tokens
+    ...     starts = [1.0] + n * [0.0]  # P(a round starts after i tokens)
+    ...     for i in range(n):
+    ...         reached = starts[i]  # P(a round starts there, and accepts all draft tokens so far)
+    ...         chances = recording.keep[i][: min(k, recording.offered[i])]
+    ...         for j, chance in enumerate(chances, start=1):
+    ...             starts[i + j] += reached * (1 - chance)  # rejected: the correction is committed
+    ...             reached *= chance
+    ...         starts[min(i + len(chances) + 1, n)] += reached  # the bonus token, unless at the end
+    ...     return sum(starts[:n])
+
+    >>> from specnb.decode.generate import generate
+    >>> from specnb.draft.model import ModelDrafter
+    >>> from specnb.lm import toy
+    >>> from specnb.measure.follow import follow
+    >>> target, drafter = toy.markov(4, seed=1), ModelDrafter(toy.markov(4, seed=2))
+    >>> plain = generate(target, [0], temperature=1.0, max_new_tokens=20)
+    >>> (recording,) = follow(target, [drafter], plain, max_new_tokens=20)
+    >>> totals = split(expected_counts([recording], [1, 3]))[1]
+    >>> bool(np.allclose(totals[0, :, 0], [count_rounds(recording, k) for k in (1, 3)]))
+    True
     """
     # 1. Put the recordings into arrays (recordings, positions, ks or 1, drafts).
     k_max = max(ks)
@@ -126,6 +149,13 @@ def split(counts: np.ndarray) -> list[np.ndarray]:
     """
     k = counts.shape[-1] // 3 - 2
     return np.split(counts, [k + 2, k + 6, 2 * k + 6], axis=-1)
+
+
+def seconds_of(counts: np.ndarray, cost: Cost) -> np.ndarray:
+    """Return the predicted decoding seconds of counts `(…, 3 k + 6)`, as `Counts.seconds`."""
+    widths, totals, _, _ = split(counts)
+    passes = cost.ratios(widths.shape[-1] - 2)
+    return (widths @ passes + totals[..., 3] * cost.c) * cost.step_s
 
 
 def _counts(recording: Recording, row: np.ndarray) -> Counts:

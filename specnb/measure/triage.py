@@ -7,12 +7,12 @@ counts must be large enough; with too few rounds the verdict is `inconclusive`. 
 compared, and the rounds may come from any engine.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from specnb.findings import Finding
 from specnb.io import read_toml
 from specnb.measure.bench import NORMAL, wilson
 from specnb.records import Generation, Round, RunRecord
@@ -34,8 +34,6 @@ TIMES_TEXT = 3.0
 """Multiple of the text's share that they must exceed, too."""
 PERFECT = 0.98
 """Acceptance rate above which almost nothing is rejected."""
-CHANCE = 3.0
-"""Drafts carry information if more are accepted than this multiple of chance, plus 1."""
 PARTS = 10
 """Number of equal parts of the drafts, sorted by position, at whose borders rates are compared."""
 
@@ -70,20 +68,11 @@ class Share(NamedTuple):
         return f"{self.hits} of {self.n}"
 
 
-class Suspicion(NamedTuple):
-    """A possible fault: its evidence in the rounds, where to look, and what to try next."""
-
-    name: str
-    looks_like: str
-    where: str
-    next_experiment: str
-
-
 class Triage(NamedTuple):
     """The verdict on the acceptance of some rounds; the most specific of `suspicions` are first."""
 
     verdict: Literal["suspicious", "nothing suspicious", "inconclusive"]
-    suspicions: tuple[Suspicion, ...] = ()
+    suspicions: tuple[Finding, ...] = ()
 
     @property
     def line(self) -> str:
@@ -91,8 +80,7 @@ class Triage(NamedTuple):
         if not self.suspicions:
             return ""
         first = self.suspicions[0]
-        evidence = f"suspicious acceptance: {first.looks_like}"
-        return f"{evidence}; look at {first.where}; next: {first.next_experiment}"
+        return f"suspicious acceptance: {first.evidence}; {first.remedy}"
 
 
 def triage(
@@ -117,9 +105,9 @@ def triage(
         else:
             signs.append(("text differs", f"{forked} ({tested} tested draft tokens were accepted)"))
     if not lookup:
-        signs += _signs_of_draft(drafted, alphas, tested, vocab_size)
+        signs += _signs_of_draft(drafted, alphas, vocab_size)
     if signs:
-        ranked = tuple(Suspicion(name, sign, **REMEDIES[name]) for name, sign in signs)
+        ranked = tuple(Finding(name, "suspicious", evidence, REMEDIES[name]) for name, evidence in signs)
         return Triage("suspicious", ranked)
     unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
     return Triage("inconclusive" if unsure else "nothing suspicious")
@@ -151,34 +139,18 @@ def suspicion(result: "PairRun") -> str:
 
 
 def _signs_of_draft(
-    drafted: Sequence[Generation], alphas: Sequence[Share], tested: Share, vocab_size: int
+    drafted: Sequence[Generation], alphas: Sequence[Share], vocab_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the signs that lookup cannot have; `tested` is the share of accepted draft tokens."""
-    texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
-    tokens = [token for text in texts for token in text]
-    text_repeats = Share.true_among([a == b for text in texts for a, b in pairwise(text)])
-    starts = [start for g in drafted for start in _starts(g)]
-    rounds = [r for *_, r in starts]
-    alive = tested.rate > ALIVE
-
-    # 1. The same token over and over.
-    (token, hits), *_ = Counter(r.draft_ids[0] for r in rounds).most_common(1)
-    constant = Share.of(hits, len(rounds))
-    of_text = Share.of(tokens.count(token), len(tokens))
-    if _above(constant, of_text) and not alive:
-        yield "constant draft", f"{constant} first draft tokens, but {of_text} tokens of the text, are {token}"
-
-    echoes = Share.true_among([newest == r.draft_ids[0] for _, newest, _, r in starts])
-    if _above(echoes, text_repeats) and not alive:
-        repeated = f"{text_repeats} tokens of the text do"
-        yield "echo", f"{echoes} first draft tokens repeat the newest token, but {repeated}"
-
-    chains = [r.draft_ids for r in rounds if not r.parents]
+    """Yield the signs that lookup cannot have."""
+    # 1. The draft tokens of a round are equal, though those of the text are not.
+    chains = [r.draft_ids for g in drafted for r in g.rounds if r.k and not r.parents]
     repeats = Share.true_among([a == b for ids in chains for a, b in pairwise(ids)])
+    texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
+    of_text = Share.true_among([a == b for text in texts for a, b in pairwise(text)])
     # If later draft tokens are accepted, the text itself repeats tokens.
-    if _above(repeats, text_repeats) and not any(share.low > ALIVE for share in alphas[1:]):
-        of_text = f"{text_repeats} pairs of the text"
-        yield "same input", f"{repeats} pairs of adjacent draft tokens, but {of_text}, are equal"
+    later = any(share.low > ALIVE for share in alphas[1:])
+    if repeats.low > max(REPEATED, TIMES_TEXT * of_text.rate) and not later:
+        yield "same input", f"{repeats} pairs of adjacent draft tokens, but {of_text} pairs of the text, are equal"
 
     # 2. Low acceptance, except for the first draft token.
     if len(alphas) > 1 and alphas[0].low >= ALIVE and alphas[1].high < NEAR_ZERO:
@@ -187,22 +159,13 @@ def _signs_of_draft(
 
     # 3. Low acceptance of the first draft token.
     if alphas[0].high < NEAR_ZERO:
-        highest = max(t for r in rounds for t in r.draft_ids)
-        beyond = Share.true_among([t > highest for g in drafted for t in g.token_ids])
-        if beyond.low >= 0.1:
-            generated = f"{beyond} generated ids are"
-            yield "narrow ids", f"no draft id is above {highest} of {vocab_size}, but {generated}"
         translations = "; ".join(sorted({g.translation for g in drafted if g.translation}))
         translated = f" (translated by {translations})" if translations else ""
-        by_chance = alphas[0].n / vocab_size
-        few = f"{alphas[0]} first draft tokens were accepted{translated}, {by_chance:.2g} by chance"
-        if alphas[0].hits > CHANCE * by_chance + 1:  # 1: a single token may be correct by chance
-            yield "near zero, above chance", f"{few}: the drafts carry information"
-        else:
-            yield "near zero", few
+        by_chance = f"{alphas[0].n / vocab_size:.2g} by chance"
+        yield "near zero", f"{alphas[0]} first draft tokens were accepted{translated}, {by_chance}"
 
     # 4. Low acceptance from some position on.
-    first_drafts = sorted((n, r.n_accepted > 0, content) for n, _, content, r in starts if r.n_tested)
+    first_drafts = sorted((n, r.n_accepted > 0, g.category) for g in drafted for n, r in _starts(g) if r.n_tested)
     for part in range(1, PARTS):
         border = len(first_drafts) * part // PARTS
         sides = first_drafts[:border], first_drafts[border:]
@@ -226,15 +189,9 @@ def alpha(drafted: Sequence[Generation]) -> list[Share]:
     return [Share.true_among([r.n_accepted > k for r in rounds if r.n_tested > k]) for k in depths]
 
 
-def _above(drafts: Share, text: Share) -> bool:
-    return drafts.low > max(REPEATED, TIMES_TEXT * text.rate if text.n else 0.0)
-
-
-def _starts(generation: Generation) -> Iterator[tuple[int, int, str, Round]]:
-    """Yield for each drafting round: number of tokens before it, the newest, content, round."""
-    tokens = (*generation.prompt_ids, *generation.token_ids)
+def _starts(generation: Generation) -> Iterator[tuple[int, Round]]:
+    """Yield each round and the number of tokens before it."""
     n = len(generation.prompt_ids)
     for r in generation.rounds:
-        if r.k:
-            yield n, tokens[n - 1], generation.category, r
+        yield n, r
         n += len(r.committed_ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specnb.draft.load import open_pair
 from specnb.lm.files import zoo_file
-from specnb.measure.bench import time_pair
+from specnb.measure.bench import time_pairs
 from specnb.prompts import prompts
 from tests.benchmarks.record import write_record
 
@@ -25,7 +25,7 @@ def time_quants(target_type: str, draft_type: str) -> list[dict[str, object]]:
     sizes = [zoo_file(name).stat().st_size for name in names]
     chosen = [prompt for content in CONTENTS for prompt in prompts(content, limit=N_PROMPTS)]
     with open_pair(names[0], names[1], strict=True) as (target, drafter, _):
-        pair = time_pair(target, drafter, chosen, ks=KS, max_new_tokens=N_TOKENS)
+        (pair,) = time_pairs(target, [drafter], chosen, ks=KS, max_new_tokens=N_TOKENS)
     curve = pair.verify_curve
     facts = {"target": target_type, "draft": draft_type, "target_bytes": sizes[0], "draft_bytes": sizes[1],
              "step_ms": 1e3 * curve.seconds(1), "c": pair.c, "at5": curve.ratio(5)}  # fmt: skip

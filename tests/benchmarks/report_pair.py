@@ -12,8 +12,8 @@ import argparse
 import pandas as pd
 
 from specnb.book import tables
+from specnb.chapters import ksweep
 from specnb.io import project_dir, read_json
-from specnb.measure import ksweep
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import ProgressBar
 from specnb.params import KSweepParams

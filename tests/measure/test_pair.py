@@ -150,37 +150,48 @@ def test_without_a_baseline_the_speedup_is_estimated_from_single_steps_and_diffe
     assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(plain_s / run.generation.decode_s)
     assert (summary.estimated_speedup < 0.7) == (drafter == "slow")
     assert summary.speedup == (pytest.approx(summary.estimated_speedup) if with_baseline else None)
-    assert pair.run_pair("flat", None, "ab", max_new_tokens=3).summary.estimated_speedup is None
+    plain = pair.run_pair("flat", None, "ab", max_new_tokens=3)
+    assert plain.summary.estimated_speedup is None and plain.conclusion == ""
 
 
 def test_without_k_drafters_draft_only_if_they_pay(opened):
-    paying = pair.run_pair("target", "cheap", "ab", max_new_tokens=40, with_baseline=True)
+    paying, losing = (
+        pair.run_pair("target", name, "ab", max_new_tokens=40, with_baseline=True) for name in ("cheap", "expensive")
+    )
     assert paying.generation.drafter == "auto(cheap)" and paying.generation.tau > 3 and paying.summary.identical
-    losing = pair.run_pair("target", "expensive", "ab", max_new_tokens=40, with_baseline=True)
     assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
     assert paying.summary.alpha == 1.0 and 0 < paying.summary.break_even < 0.3 and losing.summary.break_even is None
     assert "34 of 34" in paying.summary.what_paid and "1.49" in losing.summary.what_paid
-    assert paying.conclusion.count(" times as fast") == 1 and f"{paying.summary.speedup:.2f} times" in paying.conclusion
     assert any("costs more" in note for note in losing.summary.notes)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "suffix"])
-def test_a_text_with_nothing_to_copy_is_reported(opened, drafter):
-    run = pair.run_pair("flat", drafter, "a", max_new_tokens=3)
-    assert run.generation.total_draft_tokens == 0 and "nothing to copy" in run.summary.notes[0]
-    for settings in ({"k": 0, "max_new_tokens": 9}, {"max_new_tokens": 1}):  # no room for drafts
-        assert not pair.run_pair("flat", drafter, "a", **settings).summary.notes
+@pytest.mark.parametrize(("drafter", "text", "settings", "note"), [
+    ("lookup", "a", {"max_new_tokens": 3}, "nothing to copy"),
+    ("suffix", "a", {"max_new_tokens": 3}, "nothing to copy"),
+    ("lookup", "a", {"k": 0, "max_new_tokens": 9}, ""),  # no room for drafts
+    ("lookup", "a", {"max_new_tokens": 1}, ""),
+    ("cheap", "ab", {"k": 1000, "max_new_tokens": 14}, "13"),
+    ("cheap", "ab", {"k": 4, "max_new_tokens": 14}, ""),
+])  # fmt: skip
+def test_fewer_draft_tokens_than_requested_are_noted(opened, drafter, text, settings, note):
+    notes = pair.run_pair("flat", drafter, text, **settings).summary.notes
+    assert note in notes[0] if note else notes == ()
 
 
-def test_a_conclusion_names_its_baseline_and_a_busy_machine(opened):
+def test_speedups_are_over_the_faster_engine_which_the_conclusion_names(opened, monkeypatch):
+    found = Baseline(baseline_engine="other int4", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0)
+    monkeypatch.setattr(pair, "time_baseline", lambda *_: found)
+    monkeypatch.setattr(pair, "crosses_engines", lambda *_: True)
     run = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30, with_baseline=True)
-    change = {"speedup": 1.25, "speedup_same_engine": 2.5, "baseline_engine": "other int4", "busy": True}
-    text = run.model_copy(update={"summary": run.summary.model_copy(update=change)}).conclusion
-    assert text.index("1.25") < text.index("other int4") < text.index("busy") and "2.50" not in text
+    summary = run.summary
+    assert summary.speedup == pytest.approx(summary.speedup_same_engine / 4) and summary.baseline_engine == "other int4"
+    assert summary.speedup_same_engine > 1 and "another engine" in summary.notes[0]
+    busy = run.model_copy(update={"summary": summary.model_copy(update={"busy": True})})
+    text = busy.conclusion
+    assert text.index(f"{summary.speedup:.2f} times") < text.index("other int4") < text.index("busy")
     only = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30)
     assert f"{only.summary.estimated_speedup:.2f}" in only.conclusion and "estimated" in only.conclusion
-    assert "busy" not in only.conclusion
-    assert pair.run_pair("flat", None, "ab", max_new_tokens=3).conclusion == ""
+    assert "busy" not in only.conclusion and only.summary.baseline_tokens_per_s is None
 
 
 @pytest.mark.parametrize(
@@ -203,36 +214,18 @@ def test_controllers_are_chosen_by_name_and_k_is_their_maximum(opened, name):
     assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
 
 
-def test_fewer_draft_tokens_than_requested_are_noted(opened):
-    asked = {k: pair.run_pair("target", "cheap", "ab", max_new_tokens=14, k=k) for k in (4, 1000)}
-    assert asked[4].summary.notes == () and "13" in asked[1000].summary.notes[0]
-
-
-def test_a_pair_is_timed_with_every_k_and_with_the_routers_choice(opened):
-    prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
-    with open_pair("target", "cheap") as (target, drafter, _):
-        timed = bench.time_pair(target, drafter, prompts, ks=(2, 4), max_new_tokens=12)
-    assert list(timed.table["method"]) == ["plain", "K = 2", "K = 4", "auto"]
-    assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5)
-    assert set(timed.table["identical"]) == {3} and timed.table["acceptance_rate"][1] == 1.0
-    assert timed.table["speedup"].equals(timed.table["speedup_same_engine"]) and not timed.c_across_engines
-
-
-def test_the_timing_of_a_pair_reports_each_step(opened):
+def test_drafters_are_timed_in_turn_with_every_k_and_with_the_routers_choice(opened):
     steps = []
-    with open_pair("target", "cheap") as (target, drafter, _):
-        bench.time_pair(
-            target, drafter, [(0,), (1,)], ks=[2], max_new_tokens=4, progress=lambda *step: steps.append(step)
-        )
-    assert [step[:2] for step in steps[1:]] == [(done, 6) for done in range(6)]
-    assert all(name in " ".join(what for *_, what in steps) for name in ("plain", "K = 2", "auto"))
-
-
-def test_speedups_are_over_the_faster_engine_and_a_draft_model_in_another_engine_is_noted(opened, monkeypatch):
-    found = Baseline(baseline_engine="other", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0)
-    monkeypatch.setattr(pair, "time_baseline", lambda *_: found)
-    monkeypatch.setattr(pair, "crosses_engines", lambda *_: True)
-    summary = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30, with_baseline=True).summary
-    assert summary.speedup == pytest.approx(summary.speedup_same_engine / 4) and summary.baseline_engine == "other"
-    assert summary.speedup_same_engine > 1 and "another engine" in summary.notes[0]
-    assert pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30).summary.baseline_tokens_per_s is None
+    prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
+    with open_pair("target", "cheap") as (target, cheap, _), open_pair(target, "lookup") as (_, lookup, _):
+        settings = {"ks": (2, 4), "max_new_tokens": 12, "progress": lambda *step: steps.append(step)}
+        timed, copied = bench.time_pairs(target, [cheap, lookup], prompts, **settings)
+    assert [step[:2] for step in steps[1:]] == [(done, 3 * (1 + 2 * 3)) for done in range(21)]
+    for pair_bench in (timed, copied):
+        assert list(pair_bench.table["method"]) == ["plain", "K = 2", "K = 4", "auto"]
+        assert set(pair_bench.table["identical"]) == {3} and not pair_bench.c_across_engines
+        assert pair_bench.table["speedup"].equals(pair_bench.table["speedup_same_engine"])
+    assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5) and copied.c == 0
+    assert timed.table["acceptance_rate"][1] == 1.0
+    plain = timed.table.loc[0, "tokens_per_s"], copied.table.loc[0, "tokens_per_s"]
+    assert plain[0] == plain[1], "plain decoding is timed once"

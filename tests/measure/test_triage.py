@@ -42,39 +42,43 @@ def run(target, drafter, n=120, k=4, prompt=(5, 6, 7)):
     return generate(target, prompt, drafter=drafter, k=k, max_new_tokens=n)
 
 
-def planted(target, truth, fault, n=120):
+def planted(target, truth, fault, n=250):
     return run(target, Planted(truth, fault), n)
 
 
 def names(*generations, **options):
-    return [s.name for s in triage(generations, vocab_size=SIZE, **options).suspicions]
+    return [finding.check for finding in triage(generations, vocab_size=SIZE, **options).suspicions]
+
+
+def as_lookup(generation):
+    return generation.model_copy(update={"drafter": LookupDrafter().name})
 
 
 def wrong(ids):
     return [(t + 1) % SIZE for t in ids]
 
 
-def few_right(ids, tokens):
-    return ids if len(tokens) % 60 == 0 else wrong(ids)
+def unrelated(ids, tokens):
+    return [(97 * len(tokens) + 31 * j) % SIZE for j in range(len(ids))]
 
 
 FAULTS = {
-    "near zero": lambda ids, tokens: [(97 * len(tokens) + 31 * j) % SIZE for j in range(len(ids))],
-    "constant draft": lambda ids, tokens: [0] * len(ids),
-    "echo": lambda ids, tokens: [tokens[-1]] * len(ids),
-    "same input": lambda ids, tokens: ids[:1] * len(ids),
-    "first draft only": lambda ids, tokens: ids[:1] + wrong(ids[1:]),
-    "narrow ids": lambda ids, tokens: [(97 * len(tokens) + 31 * j) % 100 for j in range(len(ids))],
-    "near zero, above chance": few_right,
-    "falls with position": lambda ids, tokens: ids if len(tokens) < 140 else wrong(ids),
+    "unrelated": ("near zero", unrelated),
+    "ids below 100": ("near zero", lambda ids, tokens: [t % 100 for t in unrelated(ids, tokens)]),
+    "seldom right": ("near zero", lambda ids, tokens: ids if len(tokens) % 60 == 0 else wrong(ids)),
+    "one token": ("same input", lambda ids, tokens: [0] * len(ids)),
+    "newest token": ("same input", lambda ids, tokens: [tokens[-1]] * len(ids)),
+    "same input": ("same input", lambda ids, tokens: ids[:1] * len(ids)),
+    "first draft only": ("first draft only", lambda ids, tokens: ids[:1] + wrong(ids[1:])),
+    "short": ("falls with position", lambda ids, tokens: ids if len(tokens) < 140 else wrong(ids)),
 }
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_named_first(target, truth, name):
-    judged = triage([planted(target, truth, FAULTS[name], n=250)], vocab_size=SIZE)
-    assert judged.verdict == "suspicious" and judged.suspicions[0].name == name
-    assert judged.line.count("\n") == 0 and judged.suspicions[0].where in judged.line
+@pytest.mark.parametrize(("name", "fault"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_named_first(target, truth, name, fault):
+    judged = triage([planted(target, truth, fault)], vocab_size=SIZE)
+    assert judged.verdict == "suspicious" and judged.suspicions[0].check == name
+    assert "\n" not in judged.line and judged.suspicions[0].remedy in judged.line
 
 
 @settings(max_examples=25, deadline=None)
@@ -84,39 +88,36 @@ def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate,
     assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
 
-def test_too_few_rounds_are_inconclusive(target, truth):
-    few = triage([planted(target, truth, lambda ids, tokens: wrong(ids), n=20)], vocab_size=SIZE)
-    assert (few.verdict, few.line) == ("inconclusive", "")
+def test_too_few_rounds_are_inconclusive_and_rare_matches_of_lookup_are_no_sign(target, truth):
+    assert triage([planted(target, truth, unrelated, n=20)], vocab_size=SIZE).verdict == "inconclusive"
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
+    assert not names(as_lookup(planted(target, truth, unrelated)))
 
 
-def test_rare_matches_of_lookup_and_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
-    rare = planted(target, truth, FAULTS["near zero"], n=250)
-    assert names(rare) and not names(rare.model_copy(update={"drafter": LookupDrafter().name}))
+def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
     still = cyclic(SIZE)
     still._logits_of = lambda prefix: np.eye(SIZE)[prefix[-1]] * 8
     repeated = run(still, Planted([7] * 200, lambda ids, tokens: ids), 100)
     assert repeated.token_ids == (7,) * 100 and not names(repeated)
     # Draft tokens that repeat a repetitive prompt are wrong, but no sign of a single input.
     zeros = run(target, Planted(truth, lambda ids, tokens: [0] * len(ids)), 250, prompt=(*(0,) * 600, 5, 6, 7))
-    assert not {"same input", "constant draft"} & set(names(zeros)) and "near zero" in names(zeros)
-
+    assert names(zeros)[0] == "near zero"
     # Later draft tokens are accepted in one round of three, so the input is not the same.
-    stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids, n=250)
+    stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids)
     assert "same input" not in names(stutter)[:1]
 
 
 def test_texts_of_different_content_are_not_compared_by_position(target, truth):
     short = planted(target, truth, lambda ids, tokens: ids, n=120)
-    long = run(target, Planted(truth, FAULTS["near zero"]), 120, prompt=truth[:100])
+    long = run(target, Planted(truth, unrelated), prompt=truth[:100])
     assert names(short, long)[0] == "falls with position"
     assert not names(short, long.model_copy(update={"category": "code"}))
 
 
 def test_a_text_that_diverges_from_plain_decoding_points_to_the_faulty_side(target, truth):
-    perfect = planted(target, truth, lambda ids, tokens: ids)
+    perfect = planted(target, truth, lambda ids, tokens: ids, n=120)
     hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
     assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])
     poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
-    for drafter in (poor, poor.model_copy(update={"drafter": LookupDrafter().name})):
-        assert names(drafter, forks=[hard]) == ["text differs"]
+    for drafted in (poor, as_lookup(poor)):
+        assert names(drafted, forks=[hard]) == ["text differs"]

@@ -18,7 +18,7 @@ from specnb.compat.check import check
 from specnb.compat.read import describe
 from specnb.errors import InputError
 from specnb.lm.files import local_file, parse
-from specnb.measure.bench import time_pair
+from specnb.measure.bench import time_pairs
 from specnb.measure.experiment import Progress, silent
 from specnb.params import ExplorerParams
 from specnb.prompts import categories
@@ -98,8 +98,8 @@ def examine(
             sweep = sweep[sweep["machine"] == THIS_MACHINE]
             best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
             k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
-            timed = time_pair(
-                bench.target, drafter, bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=progress
+            (timed,) = time_pairs(
+                bench.target, [drafter], bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=progress
             )
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
     best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))

@@ -2,21 +2,20 @@
 
 import threading
 from datetime import UTC, datetime
-from functools import cached_property, partial
-from itertools import product
+from functools import cached_property
 
 from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
-from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.auto import route_between
-from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
-from specnb.measure.follow import record, require_followed
+from specnb.measure.experiment import Progress, prompts_of, silent
+from specnb.measure.follow import require_followed
 from specnb.measure.policies import AUTO
 from specnb.measure.recording import Trace
+from specnb.measure.sweep import Sweep
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.records import Generation, RunRecord
@@ -86,54 +85,38 @@ class Workbench:
         return run._replace(record=record, origin=line)
 
     def record_trace(self, progress: Progress = silent) -> TracedRun:
-        """Generate every prompt plainly with every sampling, record every drafter along it, measure costs.
+        """Time forward passes, generate every prompt plainly, and follow every drafter along the texts.
 
-        The record's `measurements` hold T(n), each drafter's c, and the baseline.
+        The record's `measurements` have T(n), each drafter's c, and the baseline.
         """
-        p = self.params
-        models = (self.target, self.drafters)
-        study = Experiment(EXPERIMENT, p, self.chosen, *models)
-        recordings = []
-        settings = p.model_dump(include={"seed", "k_max", "max_new_tokens"})
+        params = self.params
+        study = Sweep(EXPERIMENT, params, self.chosen, self.target, self.drafters)
         with self._in_use:
-            costs = study.time_forwards(p.k_max)
-            for t, top_p in p.samplings:
-                for generation, followed in record(*models, self.chosen, temperature=t, top_p=top_p, **settings):
-                    study.generations.append(generation)
-                    recordings += followed
-                    place = f"temperature {t:g}, top-p {top_p:g}, after {generation.prompt_id}"
-                    progress(len(study.generations), len(p.samplings) * len(self.chosen), place)
+            study.time_forwards(params.k_max)
+            study.generate_plainly(self.chosen, params.samplings, progress)
+            study.follow_drafters(params.k_max, progress)
         c = study.measured["c"] = study.measured["cs"]
-        return TracedRun(study.record(), Trace(tuple(recordings)), next(iter(costs.values())).curve, c)
+        curve = study.costs[self.drafters[0].name].curve
+        return TracedRun(study.record(), Trace(tuple(study.recordings)), curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
-        """Generate prompts of the setting's content plainly and with drafts, alternating, after a warm-up.
+        """Generate prompts of the setting's content plainly and with drafts, interleaved, after a warm-up.
 
-        The second result is whether the machine was busy. Raises the errors of `load`, `load_drafter`
-        and `generate`.
+        Returns the generations, for each prompt the plain and the drafted one, and whether the machine
+        was busy. Raises the errors of `load`, `load_drafter` and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
-        generations = []
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            p = self.params
-            plain = partial(
-                generate,
-                self.target,
-                temperature=setting.temperature,
-                top_p=setting.top_p,
-                seed=p.seed,
-                max_new_tokens=p.max_new_tokens,
-            )
             if setting.policy == AUTO:  # with costs that are measured now
-                drafted = partial(plain, drafter=route_between(self.target, [drafter]))
+                drafted = {"drafter": route_between(self.target, [drafter])}
             else:
-                drafted = partial(plain, drafter=drafter, k=setting.controller(p.k_max))
-            for warm_up in (plain, partial(plain, drafter=drafter, k=1)):
-                warm_up(chosen[0], max_new_tokens=4)
+                drafted = {"drafter": drafter, "k": setting.controller(self.params.k_max)}
+            study = Sweep(EXPERIMENT, self.params, chosen, self.target, [drafter])
             started = Neighbours()
-            for prompt, run in product(chosen, (plain, drafted)):
-                progress(len(generations), 2 * len(chosen), prompt.id)
-                generations.append(run(prompt))
-            return generations, started.during(self.target.caps, generations).busy
+            sampling = (setting.temperature, setting.top_p)
+            study.run_live(lambda _temperature: {"drafted": drafted}, chosen, [sampling], progress)
+            busy = started.during(self.target.caps, study.generations).busy
+        ids = [prompt.id for prompt in chosen]
+        return sorted(study.generations, key=lambda g: (ids.index(g.prompt_id), g.drafter)), busy

@@ -21,7 +21,7 @@ from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.machines import machines
 from specnb.measure.policies import AUTO, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import ReplayStep, expected_counts, route, split, tally, walk_recording
+from specnb.measure.replay import ReplayStep, expected_counts, route, seconds_of, split, tally, walk_recording
 from specnb.records import RunRecord
 from specnb.store import load_record
 
@@ -80,8 +80,7 @@ class Tables:
 
     def seconds(self, counts: np.ndarray, machine: Cost) -> np.ndarray:
         """Return the predicted decoding time in plain steps."""
-        widths, totals, _, _ = split(counts)
-        return widths @ machine.ratios(self.k_max) + totals[..., 3] * machine.c
+        return seconds_of(counts, machine) / machine.step_s
 
     def chosen(self, setting: Setting) -> list[int]:
         """Return the indices of the recordings that a setting selects."""

@@ -9,11 +9,12 @@ import pytest
 
 from specnb import store
 from specnb.book import tables
+from specnb.chapters import ksweep
 from specnb.draft.load import LoadedDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
-from specnb.measure import baseline, experiment, ksweep
+from specnb.measure import baseline, experiment, sweep
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
 from tests.chapters.test_adaptive_k import reading
@@ -28,6 +29,7 @@ SMALL = KSweepParams(
     live_prompts=2,
     replayed=[],
 )
+REPLAYS = "greedy replays that make the rounds of their live run"
 
 
 def opened(patch):
@@ -54,12 +56,13 @@ def record():
         return run(k_max=5)
 
 
-def test_every_prompt_runs_plainly_and_with_every_k_and_temperature_and_the_checks_pass(record):
-    runs = {(g.category, g.prompt_id, g.temperature, g.k) for g in record.generations}
-    grid = product(("code", "prose"), ("01", "02"), (0.0, 0.7), (0, 1, 3))
-    assert runs == {(kind, f"{kind}-{n}", t, k) for kind, n, t, k in grid} and len(runs) == len(record.generations)
+def test_every_prompt_runs_plainly_and_live_with_every_k_and_temperature_and_the_checks_pass(record):
+    runs = [(g.prompt_id, g.temperature, g.k) for g in record.generations]
+    texts = [*product(("code-01", "code-02", "prose-01", "prose-02"), (0.0, 0.7))]
+    assert sorted(runs) == sorted((*text, k) for text, k in product(texts, (0, 0, 1, 3)))
+    order = [k for *_, k in runs[len(texts) :]]
+    assert [order[i : i + 3] for i in (0, 3, 6)] == [[0, 1, 3], [1, 3, 0], [3, 0, 1]]
     assert all((g.drafter == "") == (g.k == 0) for g in record.generations)
-    assert all(r.k <= g.k for g in record.generations for r in g.rounds)
     assert record.experiment == "01_k_sweep" and record.params["k_max"] == 5 and record.status == "completed"
     assert [m["role"] for m in record.provenance["models"]] == ["target"]
     assert record.provenance["extra"]["contention"]["n_forwards"] == sum(len(g.rounds) for g in record.generations)
@@ -67,7 +70,8 @@ def test_every_prompt_runs_plainly_and_with_every_k_and_temperature_and_the_chec
     assert record.measurements["c_across_engines"] == [] and tables.baseline(record).plain_tokens_per_s > 0
     target = record.provenance["extra"]["target"]
     assert target["certificate"].startswith("forward passes over 2 or more tokens") and "q4_1" in target["weights"]
-    assert len(tables.k_sweep(record)) == (2 + 1) * 2 * 3
+    live = tables.k_sweep(record)
+    assert len(live) == (2 + 1) * 2 * 3 and set(live.query("category == 'all'")["n_prompts"]) == {4}
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6] and record.measurements["c"] == 0.0
 
 
@@ -79,18 +83,17 @@ def test_a_clock_that_is_set_back_during_a_run_gives_no_negative_duration(target
 
 
 def test_the_replay_covers_every_k_and_agrees_with_the_live_runs(record):
-    sweep = tables.replayed(record)
-    assert set(sweep["k"]) == {1, 2, 3, 4, 5} and len(sweep) == (2 + 1) * 2 * 5
+    replayed = tables.replayed(record)
+    assert set(replayed["k"]) == {1, 2, 3, 4, 5} and len(replayed) == (2 + 1) * 2 * 5
     greedy = tables.replay_check(record).query("temperature == 0")
     assert greedy["k"].tolist() == [1, 3] and greedy["tau_ratio"].tolist() == pytest.approx([1.0, 1.0])
-    check = "greedy replays that make the rounds of their live run"
-    assert tables.checks(record).set_index("check").loc[check, "of"] == 8
+    assert tables.checks(record).set_index("check").loc[REPLAYS, "of"] == 8
     assert (tables.sweep_time(record)[["replay_s", "live_s"]] > 0).all(axis=None)
     wrong = record.model_copy(deep=True)
     for row in wrong.measurements["replay"]["rows"]:
         row["rounds"] += row["prompt_id"] == "code-01" and row["k"] == 3 and row["temperature"] == 0
     failed = tables.checks(wrong).query("not ok")
-    assert failed["check"].tolist() == [check] and (failed["of"] - failed["hold"]).tolist() == [1]
+    assert failed["check"].tolist() == [REPLAYS] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
 def test_a_draft_model_has_a_cost_and_of_the_replayed_drafters_those_that_do_not_fit_are_left_out(target, monkeypatch):
@@ -125,16 +128,18 @@ def test_the_fork_of_a_greedy_run_that_differs_is_recorded(target):
     forks = record.measurements["forks"]
     assert forks and {f["k"] for f in forks} <= {1, 3} and {"position", "margin", "noise", "near_tie"} <= set(forks[0])
     drafted = [g for g in record.generations if g.k]
-    same = sum(g.token_ids == ksweep.baseline_of(record.generations, g).token_ids for g in drafted)
+    same = sum(g.token_ids == sweep.plain_text_of(record.generations, g).token_ids for g in drafted)
     assert tables.checks(record).loc[0, "hold"] == same + sum(f["near_tie"] for f in forks)
 
 
 def test_invalid_drafters_and_prompts_raise_errors_before_timing(target, monkeypatch):
-    monkeypatch.setattr(experiment, "verify_costs", lambda *_, **__: pytest.fail("timed"))
+    monkeypatch.setattr(sweep, "verify_costs", lambda *_, **__: pytest.fail("timed"))
     monkeypatch.setattr("specnb.draft.model.load", Mock(side_effect=LoadError("damaged")))
     with pytest.raises(LoadError, match="damaged"):
         run(drafter="small.gguf")
     target.close.assert_called_once()
+    with pytest.raises(InputError, match="auto"):
+        run(drafter="auto")
     n = len(target.encode(prompts("code")[0].text))
     target.caps = replace(target.caps, n_ctx=n + SMALL.max_new_tokens - 1)
     with pytest.raises(CapacityError, match=f"prompt code-01 has {n} tokens"):

@@ -1,0 +1,110 @@
+"""The K sweep, the experiment of notebook 01: replays of every K of every drafter, some K live."""
+
+from collections.abc import Iterator
+from statistics import fmean
+from typing import Any
+
+from specnb.decode.generate import prompt_ids
+from specnb.measure.cost import plain_rates, verify_curve
+from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
+from specnb.measure.follow import follow
+from specnb.measure.fork import fork_of
+from specnb.measure.recording import Recording
+from specnb.measure.replay import fixed_k, sweep_row
+from specnb.measure.sweep import Sweep, plain_text_of
+from specnb.params import KSweepParams
+from specnb.prompts import prompts
+from specnb.records import RunRecord
+
+EXPERIMENT = "01_k_sweep"
+SIDE_BY_SIDE = (1, 2, 4, 5, 8, 10, 20, 40)
+"""Tokens of a forward pass for 1, 2, 4 and 8 sequences, with one and with five tokens of each."""
+RATES = {
+    "quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1},
+    "normal": {"repeats": 3},
+    "full": {"repeats": 5},
+}
+
+
+def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
+    """Run the sweep; the record contains the generations, the verify cost curve, c, and the forks.
+
+    If an error or an interrupt ends the run, the generations so far are saved as a failed run. A
+    `drafter` that cannot be loaded is an error; one of `replayed` is left out with its reason. The
+    recordings of the replay are added to `recordings`.
+    """
+    # A lossy rule's text depends on the drafts, and the block rule accepts more draft tokens.
+    replays = params.rule == "token"
+    others = [name for name in params.replayed if replays and name != params.drafter]
+    with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
+        # 1. Open the models.
+        study.open_models([params.drafter], others)
+        check_prompts(study.target, study.chosen, params.max_new_tokens)
+        # 2. Time forward passes.
+        k_max = max(params.k_max, *params.ks)
+        study.time_forwards(k_max)
+        study.measured |= _more_costs(study)
+        # 3. Generate plainly.
+        samplings = [(temperature, 1.0) for temperature in params.temperatures]
+        study.generate_plainly(study.chosen, samplings, progress)
+        n_texts = len(study.generations)
+        if replays:
+            # 4. Follow the drafters along the texts.
+            study.follow_drafters(k_max, progress)
+            # 5. Replay every K.
+            rows = study.replay_every_k(sorted({*range(1, params.k_max + 1), *params.ks}))
+            study.measured["turns"] = list(_turns(study))
+        # 6. Run some K of the first drafter live.
+        drafter = study.drafters[0]
+        methods = {f"K = {k}": {"drafter": drafter, "k": k, "rule": params.rule} for k in params.ks}
+        live = first_of_each(study.chosen, params.live_prompts)
+        study.run_live(lambda _temperature: methods, live, samplings, progress)
+        study.measured["forks"] = list(_forks(study))
+        if replays:
+            live_s = fmean(g.wall_s for g in study.generations if g.k)
+            times = {"replay_s": study.replay_s[drafter.name], "live_s": live_s * n_texts * params.k_max}
+            study.measured["replay"] = {"rows": rows} | times
+        if recordings is not None:
+            recordings += study.recordings
+        return study.record()
+
+
+def _more_costs(study: Sweep) -> dict[str, Any]:
+    """Return c of the live drafter, T(n) of several sequences at each context, and plain rates."""
+    target = study.target
+    contexts = [n for n in study.params.contexts if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx]
+    curves = [verify_curve(target, widths=SIDE_BY_SIDE, context=n, repeats=3) for n in contexts]
+    return {
+        "c": study.costs[study.drafters[0].name].c,
+        "contexts": [curve.model_dump(mode="json") for curve in curves],
+        "plain_rates": plain_rates(target, **RATES[study.params.budget]),
+    }
+
+
+def _forks(study: Sweep) -> Iterator[dict[str, Any]]:
+    """Yield the forks of greedy live texts from the plain ones."""
+    for live in study.generations:
+        if live.k and not live.temperature:
+            fork = fork_of(study.target, plain_text_of(study.generations, live), live)
+            if fork:
+                yield {"prompt_id": live.prompt_id, "k": live.k, **fork.model_dump(mode="json")}
+
+
+def _turns(study: Sweep) -> Iterator[dict[str, Any]]:
+    """Answer each turn of conversations greedily, and replay the answers with the largest live K.
+
+    Yields nothing for a model without a chat template.
+    """
+    target = study.target
+    drafter = study.drafters[0]
+    n = study.params.max_new_tokens
+    k = max(study.params.ks)
+    limit = study.params.conversations if target.vocab.chat_template else 0
+    for conversation in prompts("chat", limit=limit):
+        for turn, prompt in enumerate(turns_of(conversation), start=1):
+            if len(prompt_ids(target, prompt)) + n > target.caps.n_ctx:
+                break
+            generation = study.decode(prompt)
+            (recording,) = follow(target, [drafter], generation, k_max=k, max_new_tokens=n)
+            row = sweep_row(recording, k, fixed_k(recording, k), study.costs[drafter.name])
+            yield row | {"turn": turn, "prompt_tokens": len(generation.prompt_ids)}
