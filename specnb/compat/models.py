@@ -67,9 +67,10 @@ def active_share(name: str) -> float:
         fact = shelf_facts().get(name.lower(), {"parameters": 1})
         return fact.get("active_parameters", fact["parameters"]) / fact["parameters"]
     spec = parse(name)
-    if spec.where not in ("gguf", "hub"):
+    file = local_file(spec) if spec.where in ("gguf", "hub") else None
+    if file is None:
         return 1.0
-    headers = [read_header(part) for part in gguf_parts(local_file(spec))]
+    headers = [read_header(part) for part in gguf_parts(file)]
     architecture = headers[0].get(ARCHITECTURE, str)
     n, used = (headers[0].get(f"{architecture}.{key}", int, 0) for key in ("expert_count", "expert_used_count"))
     if not (n and used):
@@ -201,7 +202,7 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     compared = cache(check)
     models = _distinct([_candidate(name, read) for name in names])
     short = {name: Path(name).name if name.endswith(".gguf") else name for name in names}
-    rows = [(short[model.name], None, model.fault, *[None] * 5) for model in models if model.fault]
+    rows: list[tuple] = [(short[model.name], None, model.fault, *[None] * 5) for model in models if model.fault]
     for target, draft in permutations(models, 2):
         if not draft.can_draft_for(target):
             continue

@@ -230,7 +230,8 @@ def weights_origin(name: str) -> str | None:
     """Return the origin of a model's weights and the KL divergence by rounding; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
-        return None
+        rounded = "dtype=int4" in name and not source.endswith(".gguf")
+        return "rounded to 4 bits in groups of 32, lm_head to 8 bits" if rounded else None
     entry, kind = find_entry(source)
     if kind:
         return f"of the shipped {entry.shipped_type} file, as {kind}"

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf.blocks import FileMatrix, Kind
 from specnb.lm.hf.decoder import Decoder, refuse
-from specnb.lm.hf.int4 import BlockLinear, Int4Product
+from specnb.lm.hf.int4 import Int4Product, round_network
 from specnb.lm.hf.model import HfModel
 from specnb.lm.hf.product import Product
 from specnb.lm.probe import certify
@@ -50,20 +49,10 @@ def network(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return net
 
 
-def use_blocks(net: torch.nn.Module) -> None:
-    """Replace linear layers by products of 4-bit codes."""
-    for parent in [*net.modules()]:
-        for name, module in [*parent.named_children()]:
-            if type(module) is torch.nn.Linear:
-                weight = module.weight.detach().float().numpy()
-                matrix = FileMatrix(Kind.F32, weight.view(np.uint8), weight.shape, most_bits=4)
-                setattr(parent, name, BlockLinear(matrix, module.bias))
-
-
 def opened(name: str = "llama", dtype: torch.dtype | str = torch.float32, **options: str) -> HfModel:
     net = network(name, torch.bfloat16 if dtype == "int4" else dtype)
     if dtype == "int4":
-        use_blocks(net)
+        round_network(net)
     model = HfModel(net, None, name=name, **options)
     assert model.caps.details["decoder"] == "specnb"
     return model

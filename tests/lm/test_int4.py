@@ -12,7 +12,7 @@ import specnb
 from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
-from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Kind, group_of
+from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Kind, RoundedMatrix, group_of, round_rows
 from specnb.lm.hf.files import blocks_network
 from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
@@ -65,6 +65,16 @@ def test_a_coarse_matrix_has_four_bits(kind):
     assert matrix.bits == 4 and blocks.codes.max() == 15
     step = blocks.scales.repeat_interleave(GROUP, dim=1)
     assert ((dequantized(blocks) - weights).abs() <= 0.501 * step + 1e-7).all()
+
+
+def test_rounding_preserves_extremes_and_constant_groups():
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    weight[0] = 0.25
+    for bits in (4, 8):
+        blocks = round_rows(weight, bits)
+        step = blocks.scales.repeat_interleave(group_of(64, bits), dim=1)
+        assert ((dequantized(blocks) - weight).abs() <= 0.501 * step + 1e-7).all()
+        assert blocks.codes.max() == 2**bits - 1
 
 
 @pytest.mark.parametrize("kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]])
@@ -123,15 +133,25 @@ def test_a_missing_tensor_is_an_error_with_its_name(file):
         specnb.load(f"{file}?backend=hf&dtype=int4")
 
 
-def test_int4_is_for_gguf_files_of_some_families_on_the_cpu(file, tmp_path):
+def test_int4_is_for_some_families_on_the_cpu(file, tmp_path):
     for name, value in (
         (f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4", "llama, qwen2, qwen3"),
-        (f"{file}?backend=hf&dtype=int4&device=cuda", "on cuda"),
-        (f"{torch_folder(tmp_path / 'tiny')}?dtype=int4", "a GGUF file"),
+        (f"{file}?backend=hf&dtype=int4&device=cuda", "cpu"),
+        (f"{torch_folder(tmp_path / 'gpt2', 'gpt2')}?dtype=int4", "GPT2LMHeadModel"),
         (f"{file}?backend=hf&dtype=bfloat16&coarse=true", "dtype=int4, got dtype=bfloat16"),
     ):
         with pytest.raises(InputError, match=value):
             specnb.load(name)
+
+
+def test_a_folder_is_rounded(tmp_path):
+    folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
+    model = specnb.load(f"{folder}?dtype=int4")
+    kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
+    assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
+    assert model.network.lm_head.matrix.bits == 8
+    coarse = specnb.load(f"{folder}?dtype=int4&coarse=true")
+    assert coarse.network.lm_head.matrix.bits == 4
 
 
 def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(file):

@@ -70,6 +70,33 @@ class FileMatrix:
         return self.data[rows if self.order is None else self.order[rows]].copy()
 
 
+@dataclass(frozen=True)
+class RoundedMatrix:
+    """A matrix of floating-point weights, rounded between each group's minimum and maximum."""
+
+    weight: Tensor
+    bits: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        outputs, inputs = self.weight.shape
+        return outputs, inputs
+
+    def blocks(self, rows: slice | np.ndarray) -> Blocks:
+        return round_rows(self.weight[rows].float(), self.bits)
+
+    def forget(self) -> None:
+        """Do nothing: the weights are in memory."""
+
+    def weights(self, rows: slice | np.ndarray) -> Tensor:
+        codes, scales, offsets = self.blocks(rows)
+        return (codes.unflatten(1, (scales.shape[1], -1)) * scales[..., None] + offsets[..., None]).flatten(1)
+
+
+Matrix = FileMatrix | RoundedMatrix
+"""A matrix `(outputs, inputs)`, read in slices of rows."""
+
+
 def group_of(inputs: int, bits: int) -> int:
     """Return the number of weights in a row of `inputs` that share a scale and an offset.
 

@@ -99,27 +99,30 @@ def load_network(
 
 
 def load_int4(
-    source: str, *, device: str, n_ctx: int = 0, coarse: bool = False
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a GGUF file with its matrices in 4- and 8-bit blocks.
+    source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main", coarse: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load a GGUF file with matrices in 4- and 8-bit blocks, or round those of a folder or hub id.
 
     `coarse` rounds 8-bit matrices to 4 bits, including lm_head, for draft models. Raises InputError
-    for other sources, other devices than the CPU, and families without a decoder (`decoder.refuse`).
+    for other devices than the CPU, and for families without a decoder (`decoder.refuse`).
     """
-    if device != "cpu" or not source.endswith(".gguf"):
-        reason = f"got {source} on {device}, expected a GGUF file on the CPU for dtype=int4"
-        raise InputError(f"{reason}: use bfloat16 or float32")
-    file = Path(source)
-    folder = dequantize_once(file, weights=False)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        n_bytes = sum(map(size_of, gguf_parts(file)))
-        require_memory(n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source)
-        net = blocks_network(file, config, most_bits=4 if coarse else 8)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        net.generation_config = GenerationConfig.from_pretrained(folder)
-    except Exception as error:
-        raise load_error(source, error) from error
+    if device != "cpu":
+        raise InputError(f"got device={device}, expected cpu for dtype=int4: use bfloat16 there")
+    if source.endswith(".gguf"):
+        file = Path(source)
+        folder = dequantize_once(file, weights=False)
+        try:
+            config = AutoConfig.from_pretrained(folder)
+            n_bytes = sum(map(size_of, gguf_parts(file)))
+            require_memory(n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source)
+            net = blocks_network(file, config, most_bits=4 if coarse else 8)
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            net.generation_config = GenerationConfig.from_pretrained(folder)
+        except Exception as error:
+            raise load_error(source, error) from error
+    else:
+        net, tokenizer = load_network(source, dtype=torch.bfloat16, n_ctx=n_ctx, revision=revision)
+        int4.round_network(net, head_bits=4 if coarse else 8)
     if reason := refuse(net):
         raise InputError(f"dtype=int4 does not support {source}: {reason}; use bfloat16 or float32")
     return net, tokenizer

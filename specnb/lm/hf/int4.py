@@ -14,12 +14,11 @@ from copy import copy, deepcopy
 from statistics import median
 from time import perf_counter
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from specnb.lm.hf.blocks import GROUP, LAYOUTS, Blocks, FileMatrix, Kind, group_of
+from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Matrix, RoundedMatrix, group_of
 from specnb.lm.hf.product import Product, can_multiply, joined_bias
 from specnb.lm.probe import kernel_facts, probed_once
 
@@ -39,7 +38,7 @@ SERIAL = 32768
 class BlockLinear(nn.Linear):
     """A linear layer with the weights of `matrix`. Each use of `weight` dequantizes all of them."""
 
-    def __init__(self, matrix: FileMatrix, bias: Tensor | None = None) -> None:
+    def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
         self.matrix = matrix
@@ -177,9 +176,7 @@ def is_fastest(wide: str) -> bool:
 
 def _test_speed(wide: str) -> bool:
     layer = nn.Linear(PROBED_SIZE, PROBED_SIZE, bias=False, dtype=getattr(torch, wide))
-    row_bytes = PROBED_SIZE // GROUP * LAYOUTS[Kind.Q4_0][0]
-    blocks = np.zeros((PROBED_SIZE, row_bytes), np.uint8)
-    in_blocks = BlockLinear(FileMatrix(Kind.Q4_0, blocks, (PROBED_SIZE, PROBED_SIZE)))
+    in_blocks = BlockLinear(RoundedMatrix(layer.weight.detach(), 4))
     candidates = {
         wide: [Product(layer, packed=can_multiply(layer.weight.dtype)) for _ in range(PROBED)],
         "int4": [Int4Product(in_blocks) for _ in range(PROBED)],
@@ -212,3 +209,14 @@ def dense_copy(module: nn.Module) -> nn.Module:
     dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
     dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
     return dense
+
+
+def round_network(net: nn.Module, head_bits: int = 8) -> None:
+    """Round the linear layers of a network to 4 bits, and its lm_head to `head_bits`."""
+    head = net.get_output_embeddings()
+    for parent in [*net.modules()]:
+        for name, module in [*parent.named_children()]:
+            if fits(module):
+                bits = head_bits if module is head else 4
+                weight = module.weight.detach().bfloat16()
+                setattr(parent, name, BlockLinear(RoundedMatrix(weight, bits), module.bias))

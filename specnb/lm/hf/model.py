@@ -149,7 +149,7 @@ class HfModel(RewindableModel, TreeModel):
         """Open a folder or a hub id.
 
         Args:
-            dtype: float32, bfloat16, float16, or int4 (a GGUF file on the CPU).
+            dtype: float32, bfloat16, float16 or int4.
             device: cpu or cuda[:n].
             n_ctx: tokens of context (0: the model's limit, at most 4096).
             threads: torch's threads (0: its current number, fewer while other processes use cores).
@@ -171,8 +171,8 @@ class HfModel(RewindableModel, TreeModel):
         if dtype == "int4":
             load = partial(hf_files.load_int4, coarse=coarse)
         else:
-            load = partial(hf_files.load_network, dtype=getattr(torch, dtype), revision=revision)
-        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx)
+            load = partial(hf_files.load_network, dtype=getattr(torch, dtype))
+        model, tokenizer = load(str(source), device=device, n_ctx=n_ctx, revision=revision)
         return cls(
             model,
             tokenizer,
