@@ -116,7 +116,7 @@ class Histogram(BaseModel):
     def request(self, k: int | None) -> Request:
         if (n := sum(self.acceptance_histogram.values())) > MAX_ROUNDS:
             raise ValueError(f"got {n} rounds, expected at most {MAX_ROUNDS}")
-        accepted = np.repeat(*np.array([*self.acceptance_histogram.items()]).reshape(-1, 2).T)
+        accepted = np.repeat(*np.array([*self.acceptance_histogram.items()], int).reshape(-1, 2).T)
         k = self.num_spec_tokens or k or max(self.acceptance_histogram, default=0)
         if self.num_draft_tokens == 0:
             k = 0
