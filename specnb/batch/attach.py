@@ -68,7 +68,7 @@ EXIT_CODES = {"nothing": 0, "arithmetic": 1, "drafting": 1, "cost": 1, "cannot k
 
 
 @contextmanager
-def answers(place: str) -> Iterator[None]:
+def reaching(place: str) -> Iterator[None]:
     """Convert the errors of a connection, and of a reply of another form, to a ServerError."""
     try:
         yield
@@ -95,7 +95,7 @@ class Server:
         deadline_s = perf_counter() + self.timeout_s
         data = bytearray()
         with (
-            answers(f"{self.place}{path}"),
+            reaching(f"{self.place}{path}"),
             closing(self.connect(self.url.hostname, self.url.port, timeout=self.timeout_s)) as connection,
         ):
             path = self.url.path.rstrip("/") + path
@@ -117,7 +117,7 @@ class Server:
 
     def identify(self) -> dict[str, str]:
         """Return engine, model and build. Raises ServerError."""
-        with answers(f"{self.place}/v1/models (expected {', '.join(ENGINES)})"):
+        with reaching(f"{self.place}/v1/models (expected {', '.join(ENGINES)})"):
             model = json.loads(self.ask("/v1/models"))["data"][0]
             path, field, _ = ENGINES[model["owned_by"]]
             facts = {"engine": model["owned_by"], "model": model["id"], "build": "unknown"}
@@ -132,7 +132,7 @@ class Server:
         body |= {"cache_prompt": False, "return_meta_info": True} | settings
         if k is not None:
             body["speculative.n_max"] = k
-        with answers(f"{self.place}, prompt {prompt.id}"):
+        with reaching(f"{self.place}, prompt {prompt.id}"):
             before = self.metrics()
             start_s = perf_counter()
             reply = json.loads(self.ask("/v1/chat/completions", body))
@@ -140,8 +140,8 @@ class Server:
             after = self.metrics()
             counts = read_counters(after, before) if COUNTERS.search(after) else next(counts_in(reply), {})
             message = reply["choices"][0]["message"]
-            known = counts and "draft_n_accepted" not in counts
-            accepted, drafted, _ = read_counts(counts, None, prompt.id) if known else Request((), ())
+            has_rounds = counts and "draft_n_accepted" not in counts
+            accepted, drafted, _ = read_counts(counts, None, prompt.id) if has_rounds else Request((), ())
             row = {
                 "n_tokens": int(reply["usage"]["completion_tokens"]),
                 "seconds": float(reply.get("timings", {}).get("predicted_ms", 1000 * wall_s)) / 1000,
@@ -178,8 +178,8 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
         jobs = list(product(TEMPERATURES, chosen, ways))
         for done, (temperature, prompt, way) in enumerate(jobs):
             progress(done, len(jobs), f"{prompt.id}, T = {temperature:g}, {way}")
-            asked, k = ways[way]
-            row, text = asked.measure(prompt, k, settings | {"temperature": temperature})
+            where, k = ways[way]
+            row, text = where.measure(prompt, k, settings | {"temperature": temperature})
             place = {"prompt": prompt.id, "category": prompt.category, "temperature": temperature, "way": way}
             document["runs"].append(place | row)
             if not temperature:
@@ -204,14 +204,14 @@ def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecor
     study.measured = attach(params, chosen, progress) if params.server else read_json(RECORDING)
     study.models = [{"role": "target", "id": study.measured["model"], "sha256": None}]
     if study.measured["runs"]:
-        study.measured = plain(study.measured | judge(study.measured), nan=None)
+        study.measured = plain(study.measured | judge_replies(study.measured), nan=None)
     return study.record()
 
 
 # --- what the replies say ---
 
 
-def judge(document: Mapping[str, Any]) -> dict[str, Any]:
+def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the verdict, a table by content, the findings, and the option for the best K."""
     runs = pd.DataFrame(document["runs"])
     times = fit_times(runs)
@@ -250,8 +250,8 @@ def fit_times(runs: pd.DataFrame) -> tuple[float, float] | None:
 
 def requests_of(runs: pd.DataFrame) -> list[Request]:
     """Return the rounds of the replies with the server's own K, where they are known."""
-    own = runs[runs["way"] == DRAFTED].to_dict("records")
-    return [read_counts(run, None, run["prompt"]) for run in own if run["num_spec_tokens"]]
+    replies = runs[runs["way"] == DRAFTED].to_dict("records")
+    return [read_counts(run, None, run["prompt"]) for run in replies if run["num_spec_tokens"]]
 
 
 def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
@@ -304,8 +304,8 @@ def compare_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding:
     """
     old_runs, new_runs = (pd.DataFrame(build["runs"]).query("temperature == 0") for build in (old, new))
     both = old_runs.merge(new_runs, on=["prompt", "way"], suffixes=("", "_new"))
-    same = all(old[name] == new[name] for name in ("prompts_sha256", "max_new_tokens"))
-    if not same or old["error"] or new["error"] or len(both) < FEWEST:
+    comparable = all(old[name] == new[name] for name in ("prompts_sha256", "max_new_tokens"))
+    if not comparable or old["error"] or new["error"] or len(both) < FEWEST:
         return Finding("builds", "cannot know", f"{len(both)} replies in common, expected {FEWEST} to equal prompts")
     text, *counts = (both[name] != both[f"{name}_new"] for name in ("sha256", "drafted", "accepted"))
     of_plain = both["way"] == (PLAIN if PLAIN in {*both["way"]} else DRAFTED)

@@ -197,8 +197,8 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     n_tokens = largest_k = 0
     with reading(path):
         is_json = re.match(r"[\s\ufeff]*[\[{]", text)
-        found = counts_in([*_documents(text)]) if is_json else _counts_in_lines(text)
-        for n, counts in enumerate(found, 1):
+        logged = counts_in([*_documents(text)]) if is_json else _counts_in_lines(text)
+        for n, counts in enumerate(logged, 1):
             request = read_counts(counts, k, f"{path}: request {n}")
             if request.accepted:
                 requests.append(request)
@@ -269,9 +269,9 @@ def _histogram(reached: list[int], rounds: int, drafted: int) -> dict[str, Any]:
     return {"acceptance_histogram": histogram, "num_spec_tokens": len(reached), "draft_n": drafted}
 
 
-def _rounding(shown: str) -> float:
+def _rounding(number: str) -> float:
     """Return the largest rounding error of a number, or of the last of several."""
-    return 0.5 * 10.0 ** -len(shown.rpartition(".")[2]) + 1e-9
+    return 0.5 * 10.0 ** -len(number.rpartition(".")[2]) + 1e-9
 
 
 def read_counters(text: str, before: str = "") -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from specnb.batch import attach as servers
-from specnb.batch.attach import attach, compare_builds, judge
+from specnb.batch.attach import attach, compare_builds, judge_replies
 from specnb.batch.logs import sweep_log
 from specnb.errors import InputError, ServerError
 from specnb.measure.cost import Cost
@@ -146,7 +146,7 @@ def run(fake, plain=None, **options):
 def test_a_sound_server_gets_its_costs_its_best_k_and_no_finding(engine):
     plain = None if engine == "llamacpp" else Fake(engine, k=0)
     document = run(Fake(engine, has_metrics=engine != "sglang"), plain)
-    judged = judge(document)
+    judged = judge_replies(document)
     assert document["error"] == "" and document["engine"] == engine
     findings = [finding["check"] for finding in judged["findings"]]
     assert findings == ([] if engine == "llamacpp" else ["K ignored"])  # these take K at their start only
@@ -176,13 +176,13 @@ def test_smaller_k_from_the_counts_of_one_run_agree_with_runs_of_these_k():
 )  # fmt: skip
 def test_planted_faults_are_found_by_name(fault, check):
     document = run(Fake(fault=fault), Fake(k=0) if fault == "K ignored" else None)
-    assert [finding["check"] for finding in judge(document)["findings"]] == [check]
+    assert [finding["check"] for finding in judge_replies(document)["findings"]] == [check]
 
 
 def test_without_plain_replies_or_counts_of_rounds_it_says_that_it_cannot_know():
-    judged = judge(run(Fake(fault="K ignored")))
+    judged = judge_replies(run(Fake(fault="K ignored")))
     assert judged["contents"][0]["verdict"] == "cannot know" and "--plain" in judged["line"]
-    judged = judge(run(Fake(has_metrics=False)))
+    judged = judge_replies(run(Fake(has_metrics=False)))
     first = judged["contents"][0]
     assert first["verdict"] == "pays" and "best_k" not in first and judged["option"] == ""
 
@@ -194,7 +194,7 @@ def test_a_server_that_fails_ends_the_run_and_loses_nothing(fault, part):
     fake = Fake(fault=fault)
     document = run(fake)
     assert part in document["error"] and len(document["runs"]) == (11 if fault == "stops" else 0)
-    assert not document["runs"] or judge(document)["contents"]
+    assert not document["runs"] or judge_replies(document)["contents"]
 
 
 def test_what_is_no_server_is_one_error():
