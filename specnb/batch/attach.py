@@ -128,8 +128,8 @@ class Server:
     def measure(self, prompt: Prompt, k: int | None, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """Return counts and time of the reply to a prompt, and its text. Raises ServerError."""
         messages = [message.model_dump() for message in prompt.messages or ()]
-        body = {"messages": messages or [{"role": "user", "content": prompt.text}], "seed": 0}
-        body |= {"cache_prompt": False, "return_meta_info": True} | settings
+        body: dict[str, Any] = {"messages": messages or [{"role": "user", "content": prompt.text}], "seed": 0}
+        body |= {"cache_prompt": False, "return_meta_info": True, **settings}
         if k is not None:
             body["speculative.n_max"] = k
         with reaching(f"{self.place}, prompt {prompt.id}"):
@@ -161,7 +161,7 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
     URL, and ServerError for a server that cannot be identified.
     """
     server = Server(params.server, params.timeout_s)
-    document = {"server": server.place, **server.identify(), "prompts_sha256": digest_prompts(chosen)}
+    document: dict[str, Any] = {"server": server.place, **server.identify(), "prompts_sha256": digest_prompts(chosen)}
     document |= {"max_new_tokens": params.max_new_tokens, "runs": [], "drafted_at_0": 0, "audit": None, "error": ""}
     settings = {"model": document["model"], "max_tokens": params.max_new_tokens, "temperature": 0.0}
     texts = []
@@ -266,8 +266,7 @@ def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
     }
     if not cost or PLAIN not in {*runs["way"]}:
         return row
-    columns = ["way", "prompt", "temperature", "n_tokens", "seconds", "sha256"]
-    timed = [Timed(*run, None) for run in runs[columns].itertuples(index=False)]
+    timed = [Timed(run.way, run.prompt, 0, run.n_tokens, run.seconds, (run.sha256,), None) for run in runs.itertuples()]
     speed = tabulate_speeds(timed, baseline=PLAIN).set_index("method").loc[DRAFTED]
     row |= speed[["speedup", "low", "high", "identical"]].to_dict() | {"verdict": pays(speed["low"], speed["high"])}
     if requests := requests_of(runs):
