@@ -49,6 +49,10 @@ class EngineError(SpecnbError, RuntimeError):
     """
 
 
+class ServerError(SpecnbError, RuntimeError):
+    """A server does not answer, or not as its engine does."""
+
+
 class VocabularyMismatch(SpecnbError, ValueError):
     """Draft tokens and target tokens stand for different texts."""
 

@@ -392,3 +392,19 @@ class ExplorerParams(NotebookParams):
         if highest and self.top_p < 1:
             samplings.append((highest, self.top_p))
         return tuple(samplings)
+
+
+class ServerParams(NotebookParams):
+    """Notebook 10: does speculation pay on a server that runs, and at which K?"""
+
+    server: str = ""
+    """URL of the server; without one, a recording of llama.cpp's server is shown."""
+    plain: str = ""
+    """URL of a server with the same target and no draft."""
+    target: str = ""
+    """The server's model, opened here to judge greedy texts that differ from plain ones."""
+    prompts: str = ""
+    prompts_per_category: Count = sized(1, 5)
+    max_new_tokens: Tokens = sized(32, 64)
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Seconds that a reply may take."""

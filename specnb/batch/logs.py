@@ -6,13 +6,18 @@ token of a draft model depends on the text alone, so it would be the same in rou
 a log is a recording (`measure.recording`) with gaps. The gaps are filled once with accepted and
 once with rejected draft tokens, which bounds every K; at the log's own K both bounds agree. The
 draft tokens of prompt lookup, Medusa and EAGLE also depend on where the round starts: for these,
-other values of K are estimates.
+other values of K are estimates. Where the engine ends drafts early (p_min), the acceptance of later
+positions is a lower bound for other settings.
+
+Counters and the log lines of llama.cpp (#24536) and vLLM give the rounds that accepted at least
+1, 2, … draft tokens, the lines as rounded rates, from which the counts are recovered (`_recover`).
 """
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -26,6 +31,7 @@ from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
+from specnb.measure.triage import ALIVE, NEAR_ZERO, PERFECT, REMEDIES, Share
 
 MAX_ROUNDS = 10**6
 MAX_K = 512
@@ -33,12 +39,19 @@ MAX_K = 512
 MAX_CELLS = 5 * 10**7
 """Tokens of a file times its largest K at most: `Request.recording` has two entries for each."""
 
+CHANCE = 3
+"""More accepted draft tokens than a draft without information has."""
+
 
 class Request(NamedTuple):
-    """The rounds of one request, in their order where the log states it."""
+    """The rounds of one request, in their order where the log states it.
+
+    `rounds` are the fewest and most rounds that fit the rounded figures of a log line.
+    """
 
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
+    rounds: tuple[int, int] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -100,16 +113,27 @@ class Histogram(BaseModel):
     acceptance_histogram: Annotated[dict[Accepted, Count], BeforeValidator(_by_accepted)]
     num_spec_tokens: Drafts = 0
     num_draft_tokens: Count | None = None
+    draft_n: Count | None = None  # as counters state it: some drafts were shorter than K
+    rounds: tuple[int, int] | None = None
 
     def request(self, k: int | None) -> Request:
         if (n := sum(self.acceptance_histogram.values())) > MAX_ROUNDS:
             raise ValueError(f"got {n} rounds, expected at most {MAX_ROUNDS}")
-        accepted = [n for n, rounds in self.acceptance_histogram.items() for _ in range(rounds)]
-        np.random.default_rng(0).shuffle(accepted)
-        k = k or self.num_spec_tokens or max(self.acceptance_histogram, default=0)
+        accepted = np.repeat(*np.array([*self.acceptance_histogram.items()], int).reshape(-1, 2).T)
+        k = self.num_spec_tokens or k or max(self.acceptance_histogram, default=0)
         if self.num_draft_tokens == 0:
             k = 0
-        return Request(tuple(accepted), (k,) * n)
+        drafted = np.full(n, k)
+        if self.draft_n is not None:
+            # in the rounds with the fewest accepted tokens, short drafts hide least
+            drafted -= _fill(k - np.maximum(accepted, 1), k * n - self.draft_n)
+        order = np.random.default_rng(0).permutation(n)
+        return Request(tuple(accepted[order].tolist()), tuple(drafted[order].tolist()), self.rounds)
+
+
+def _fill(rooms: np.ndarray, n: int) -> np.ndarray:
+    """Distribute `n` over rooms of these sizes, the first rooms first."""
+    return np.clip(n - rooms.cumsum() + rooms, 0, rooms).astype(int)
 
 
 class Lengths(BaseModel):
@@ -140,27 +164,44 @@ SGLANG = {
 """vLLM's names of the counts that SGLang names otherwise."""
 
 
+MARKS = {
+    "draft acceptance = ": re.compile(
+        r"\S+ \( *(?P<accepted>\d+) accepted / *(?P<drafted>\d+) generated\), "
+        r"mean (?:acceptance length|len) = *(?P<length>\d+\.\d+)"
+        r"(?:, acceptance rate per position|\s*\n.*\bacc per pos) = \((?P<rates>[\d., ]+)\)"
+    ),
+    "SpecDecoding metrics: ": re.compile(
+        r".*?Mean acceptance length: (?P<length>\d+\.\d+), .*?"
+        r"Accepted: (?P<accepted>\d+) tokens, Drafted: (?P<drafted>\d+) tokens, "
+        r"Per-position acceptance rate: (?P<rates>\d[\d., ]*\d)"
+    ),
+}
+"""Log lines of llama.cpp and vLLM, by the text with which they begin."""
+COUNTERS = re.compile(
+    r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)(?:_total)?"
+    r'(?:\{(?:.*\bposition="(\d+)")?.*\})? (\S+)',
+    re.MULTILINE,
+)
+"""Prometheus counters of vLLM, and of llama.cpp since #26389."""
+
+
 def read_log(path: Path, k: int | None = None) -> list[Request]:
-    """Return the requests of a JSON or JSONL file, wherever in it their counts are.
+    """Return the requests of a log: of JSON or JSONL, of log lines, or of Prometheus counters.
 
     Reads vLLM's `metrics.speculative_decoding` (and AIPerf's records of it), SGLang's `meta_info`,
-    and the answers of Spec-Bench, which do not state their `k`. Raises InputError with the file and
-    the value for a file without counts, for counts that are not sound, contradict each other or are
-    too large to replay, for a log in which nothing was drafted, and for what does not tell rounds
-    apart: llama.cpp's timings, and a histogram of rounds with different K.
+    the answers of Spec-Bench, which do not state their `k`, and MARKS and COUNTERS. Raises
+    InputError with the file and the value for a file without counts, for counts that are not sound,
+    contradict each other or are too large to replay, for a line that is incomplete, for a log in
+    which nothing was drafted, and for what does not tell rounds apart: llama-server's timings, and
+    a histogram of rounds with different K.
     """
     text = read_text(path)
-    documents = []
     requests = []
-    end = 0
     with reading(path):
-        # a document may have several lines, and a file may begin with a byte order mark
-        decoder = json.JSONDecoder()
-        while start := re.compile(r"[^\s\ufeff]").search(text, end):
-            document, end = decoder.raw_decode(text, start.start())
-            documents.append(document)
-        for n, counts in enumerate(_counts_in(documents), 1):
-            request = _read(counts, k, f"{path}: request {n}")
+        is_json = re.match(r"[\s\ufeff]*[\[{]", text)
+        logged = counts_in([*_documents(text)]) if is_json else _counts_in_lines(text)
+        for n, counts in enumerate(logged, 1):
+            request = read_counts(counts, k, f"{path}: request {n}")
             if request.accepted:
                 requests.append(request)
     if not requests:
@@ -173,7 +214,78 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     return requests
 
 
-def _counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
+def _documents(text: str) -> Iterator[Any]:
+    """Yield the JSON values of a text, which may have several lines each."""
+    decoder = json.JSONDecoder()
+    end = 0
+    while start := re.compile(r"[^\s\ufeff]").search(text, end):  # \ufeff: a byte order mark
+        document, end = decoder.raw_decode(text, start.start())
+        yield document
+
+
+def _counts_in_lines(text: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the counts of each line of MARKS, and the totals of COUNTERS."""
+    for mark, pattern in MARKS.items():
+        for begun in re.finditer(mark, text):
+            if not (line := pattern.match(text, begun.end())):
+                remedy = "llama-server logs the rates of each position with `-lv 5`"
+                raise ValueError(f"{text[begun.start() :][:150]!r} is incomplete; {remedy}")
+            yield _recover(**line.groupdict())
+    if COUNTERS.search(text):
+        yield read_counters(text)
+
+
+def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, Any]:
+    """Return the counts of rounds of which a log line shows rounded rates.
+
+    167 of 259 draft tokens, a mean length of 2.92 and the rates 0.805, 0.632, 0.483 fit only 87
+    rounds, 70, 55 and 42 of which accepted at least 1, 2 and 3 draft tokens. If several numbers of
+    rounds fit, the middle one is taken.
+    """
+    n_accepted, n_drafted = int(accepted), int(drafted)
+    shares = np.array(rates.split(","), float)
+    rounds = np.arange(max(1, -(-n_drafted // len(shares))), n_drafted + 1)[:, None]
+    rounds = rounds[abs(1 + n_accepted / rounds[:, 0] - float(length)) <= _rounding(length)]
+    # of so many rounds, each position has at least `fewest` and at most `most` (rounds, positions)
+    fewest = np.ceil(rounds * (shares - _rounding(rates))).clip(0)
+    most = np.floor(rounds * (shares + _rounding(rates)))
+    sums = (fewest.sum(1) <= n_accepted) & (n_accepted <= most.sum(1))
+    fits = np.flatnonzero((fewest <= most).all(1) & sums)
+    if not len(fits):
+        raise ValueError(f"no number of rounds fits {accepted} of {drafted} accepted, {length} and {rates}")
+    middle = fits[len(fits) // 2]
+    counts = fewest[middle] + _fill(most[middle] - fewest[middle], n_accepted - fewest[middle].sum())
+    first, n, last = rounds[fits[[0, len(fits) // 2, -1]], 0].tolist()
+    return _histogram(counts.astype(int).tolist(), n, n_drafted) | {"rounds": (first, last)}
+
+
+def _histogram(reached: list[int], rounds: int, drafted: int) -> dict[str, Any]:
+    """Return the counts of rounds, `reached[j]` of which accepted more than j draft tokens.
+
+    Drafts may be shorter than K, as at the end of a text.
+    """
+    if not sum(reached) <= drafted <= rounds * len(reached):
+        raise ValueError(f"{drafted} draft tokens do not fit {rounds} rounds that accepted {reached}")
+    histogram = [n - more for n, more in pairwise([rounds, *reached, 0])]
+    return {"acceptance_histogram": histogram, "num_spec_tokens": len(reached), "draft_n": drafted}
+
+
+def _rounding(number: str) -> float:
+    """Return the largest rounding error of a number, or of the last of several."""
+    return 0.5 * 10.0 ** -len(number.rpartition(".")[2]) + 1e-9
+
+
+def read_counters(text: str, before: str = "") -> dict[str, Any]:
+    """Return the counts of COUNTERS over all labels, less those of an earlier text."""
+    totals = Counter()
+    for sign, part in ((1, text), (-1, before)):
+        for name, position, value in COUNTERS.findall(part):
+            totals[position or name] += sign * int(float(value))
+    reached = [totals[n] for n in sorted(filter(str.isdecimal, totals), key=int)]
+    return _histogram(reached, totals["drafts"], totals["draft_tokens"])
+
+
+def counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
     """Find the objects that have counts, under vLLM's names."""
     if isinstance(value, Mapping):
         named = {SGLANG.get(name, name): n for name, n in value.items() if n is not None}
@@ -182,20 +294,21 @@ def _counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
             return
         value = list(value.values())
     if isinstance(value, list):
-        yield from chain.from_iterable(map(_counts_in, value))
+        yield from chain.from_iterable(map(counts_in, value))
 
 
-def _read(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
+def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
     """Return the request of these counts. Raises InputError as `read_log`."""
     shape = next(shape for name, shape in SHAPES.items() if name in counts)
     if not shape:
         raise InputError(
             f"{place}: got the totals draft_n_accepted {counts['draft_n_accepted']!r:.80} and draft_n "
-            f"{counts.get('draft_n')!r:.80}, expected counts of each round: log them (vLLM's `detailed`)"
+            f"{counts.get('draft_n')!r:.80}, from which no other K can be known: give llama-server's "
+            "/metrics, its log with `-lv 5`, or counts of each round (vLLM's `detailed`)"
         )
     with reading(place):
         request = validated(shape, counts, place).request(k)
-        accepted, drafted = request
+        accepted, drafted, *_ = request
         if len(accepted) != len(drafted):
             raise ValueError(f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones")
         for a, d in zip(accepted, drafted, strict=True):
@@ -213,6 +326,49 @@ def _read(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
                     "or log each round (vLLM's `detailed`)"
                 )
     return request
+
+
+# --- is the acceptance sound? ---
+
+
+def by_position(requests: Sequence[Request]) -> pd.DataFrame:
+    """Return a row for each draft position.
+
+    `accepted` rounds of `tested` accepted the draft token there (`alpha` is their ratio), and
+    `tau` would be the tokens per round if each of these rounds had ended its draft there.
+    """
+    rounds = [of_round for r in requests for of_round in zip(r.accepted, r.drafted, strict=True)]
+    places = range(1, max(d for _, d in rounds) + 1)
+    n_accepted = np.array([sum(a >= place for a, _ in rounds) for place in places])
+    n_tested = [sum(min(a + 1, d) >= place for a, d in rounds) for place in places]
+    table = pd.DataFrame({"position": places, "accepted": n_accepted, "tested": n_tested})
+    return table.assign(alpha=table["accepted"] / table["tested"], tau=1 + n_accepted.cumsum() / len(rounds))
+
+
+def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[str, str]]:
+    """Return what looks like a fault and no poor draft: check, evidence, remedy.
+
+    `k` is the requested draft length, if known. See `measure.triage`; counts suffice here.
+    """
+    table = by_position(requests)
+    first, *others = (Share.of(*counts) for counts in zip(table["accepted"], table["tested"], strict=True))
+    every = Share.of(table["accepted"].sum(), table["tested"].sum())
+    signs = {}
+    if k not in (None, len(table)):
+        signs["K ignored"] = f"rounds drafted up to {len(table)} tokens, K = {k} was requested"
+    if first.high < NEAR_ZERO:
+        name = "near zero, above chance" if first.hits > CHANCE else "near zero"
+        signs[name] = f"{first} first draft tokens were accepted"
+    elif others and first.low >= ALIVE and others[0].high < NEAR_ZERO:
+        signs["first draft only"] = f"{first} first draft tokens were accepted, {others[0]} second ones"
+    if every.low > PERFECT:
+        signs["all accepted"] = f"{every} tested draft tokens were accepted"
+    return [describe_fault(name, evidence) for name, evidence in signs.items()]
+
+
+def describe_fault(name: str, evidence: str) -> dict[str, str]:
+    """Return a row about a fault of `measure.triage.REMEDIES`."""
+    return {"check": name, "evidence": evidence, "remedy": REMEDIES[name]}
 
 
 # --- every K ---

@@ -21,7 +21,7 @@ from rich.text import Text
 from typer import Context, Exit, Option
 
 from specnb import __version__, store
-from specnb.cli import batch, divergence, heads, show
+from specnb.cli import attach, batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
 from specnb.cli.show import App, Command, Json, complain, frame_of, print_result, table_of, warn_if_busy
 from specnb.errors import InputError, SpecnbError, importing
@@ -442,6 +442,9 @@ def _write_page(path: Path, target: str, draft: str, as_json: bool, **options: A
     write_atomic(path, report.page.encode())
     document = plain(report.document | {"path": str(path)}, nan=None)
     print_result(as_json, document, report.document["conclusion"], document["vocabulary"], document["costs"], str(path))
+
+
+app.command(rich_help_panel=MODELS)(attach.attach)
 
 
 class _TakesPairs(Command):

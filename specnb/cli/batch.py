@@ -89,7 +89,8 @@ def results(
 
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
 
-    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads the counts of vLLM, SGLang, AIPerf and Spec-Bench.
+    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads the counts of vLLM, SGLang, AIPerf and Spec-Bench,
+    log lines of llama-server and vLLM, and their Prometheus counters.
     """
     if log:
         _advise(log, k, c, t8, as_json)
@@ -103,7 +104,7 @@ def results(
 
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
     """Print tokens per round at every K from a log, and the best K for one machine or the named ones."""
-    from specnb.batch.logs import advise, read_log, sweep_log
+    from specnb.batch.logs import advise, by_position, find_faults, read_log, sweep_log
     from specnb.measure.bench import FEWEST
     from specnb.measure.cost import NAMED, Cost
 
@@ -113,8 +114,13 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     k_max = 2 * max(max(request.drafted) for request in requests)
     swept = sweep_log(requests, costs, k_max)
     table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
-    advice = [advise(rows) for _, rows in swept.groupby("machine", sort=False)]
+    groups = zip(costs, swept.groupby("machine", sort=False), strict=True)
+    advice = [advise(rows) | {"break_even": cost.break_even()} for cost, (_, rows) in groups]
+    positions = by_position(requests)
+    faults = find_faults(requests, k)
+    unclear = [request.rounds for request in requests if len({*(request.rounds or ())}) > 1]
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
+    document |= {"positions": records_of(positions), "findings": faults, "unclear_rounds": unclear}
     counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
     title = f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
     best = "best K that the log can judge"
@@ -122,4 +128,9 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     if len(requests) < FEWEST:
         best += f"; {counted}: no verdict"
         columns.remove("verdict")
-    print_result(as_json, document, frame_of(title, table), table_of(best, advice, columns))
+    print_result(
+        as_json, document, table_of("findings", faults, [*faults[0]]) if faults else "",
+        f"several numbers of rounds fit {len(unclear)} lines: {unclear}" if unclear else "",
+        frame_of("draft positions; tau if each of these rounds had ended its draft there", positions),
+        frame_of(title, table), table_of(best, advice, columns),
+    )  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from specnb.batch.logs import Request, advise, read_log, sweep_log
+from specnb.batch.logs import Request, advise, by_position, find_faults, read_log, sweep_log
 from specnb.errors import InputError
 from specnb.io import project_dir
 from specnb.measure.cost import Cost
@@ -122,12 +122,106 @@ def sglang(histogram, **totals):
     return {"meta_info": {"spec_accept_histogram": histogram, **totals}}
 
 
+LLAMA = (
+    "0.06.896.015 I slot print_timing: id  1 | task 0 | draft acceptance = 0.64479 (  167 accepted /   259 generated), "
+    "mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)\n"
+)
+"""Of llama.cpp #24536; the other lines and counters are of the same rounds where nothing else is said."""
+LLAMA_NEWER = (
+    "slot print_timing: id 1 | draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92\n"
+    "slot print_timing: id 1 |      acc per pos = (0.805, 0.632, 0.483)\n"
+)
+VLLM = (
+    "(APIServer pid=1) INFO 05-21 21:11:56 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 3.03, "
+    "Accepted throughput: 3.87 tokens/s, Drafted throughput: 5.72 tokens/s, Accepted: 337 tokens, Drafted: 498 tokens, "
+    "Per-position acceptance rate: 0.837, 0.669, 0.524, Avg Draft acceptance rate: 67.7%\n"
+)
+METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
+vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 87.0
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 259.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 167.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 70.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 55.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="2"} 42.0
+"""
+LINES = {
+    "llama.cpp": (LLAMA, 87, [70, 55, 42]),
+    "llama.cpp of September": (LLAMA_NEWER, 87, [70, 55, 42]),
+    "vLLM": (VLLM, 166, [139, 111, 87]),
+    "counters of vLLM": (METRICS, 87, [70, 55, 42]),
+    "counters of llama.cpp": (
+        METRICS.replace("vllm:", "llamacpp:").replace('engine="0",model_name="m",', ""),
+        87,
+        [70, 55, 42],
+    ),
+}
+"""Texts, the rounds that they are of, and how many of these accepted at least 1, 2 and 3 draft tokens."""
+
+
+@pytest.mark.parametrize(("text", "rounds", "reached"), LINES.values(), ids=LINES)
+def test_the_counts_of_a_rounded_line_are_recovered(tmp_path, text, rounds, reached):
+    (tmp_path / "log.txt").write_text(f"other lines\n{text}other lines\n")
+    (request,) = read_log(tmp_path / "log.txt")
+    assert len(request.accepted) == rounds and request.rounds in (None, (rounds, rounds))
+    table = by_position([request])
+    assert table["accepted"].tolist() == reached and table["tested"].tolist() == [rounds, *reached[:-1]]
+    np.testing.assert_allclose(table["tau"], 1 + np.cumsum(reached) / rounds)
+    assert sweep_log([request], [SERVER], 3).query("own")["tau"].item() == pytest.approx(table["tau"].iloc[-1])
+
+
+def test_lines_of_a_real_server_fit_its_token_counts():
+    requests = read_log(LOGS / "llama-server.log")
+    assert [len(request.accepted) for request in requests] == [14, 12, 6, 8, 11]
+    # an answer has 48 tokens: the first comes from the prompt, and a round without drafts is not counted
+    assert all(46 <= request.n_tokens + 1 <= 48 for request in requests)
+    assert [sum(request.drafted) for request in requests] == [99, 84, 41, 58, 87]
+    assert requests[2].drafted.count(1) == 1 and requests[2].accepted == requests[2].drafted
+
+
+@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize("rounds", [7, 300, 30_000])
+def test_the_true_number_of_rounds_is_in_the_range_that_fits(tmp_path, k, rounds):
+    rng = np.random.default_rng(rounds + k)
+    accepted = rng.binomial(k, 0.6, rounds)
+    reached = [int((accepted > n).sum()) for n in range(k)]
+    rates = ", ".join(f"{n / rounds:.3f}" for n in reached)
+    total = accepted.sum()
+    line = (
+        f"draft acceptance = {total / k / rounds:.5f} ({total:5d} accepted / {k * rounds - k // 2:5d} generated), "
+        f"mean len = {1 + total / rounds:5.2f}\nslot | acc per pos = ({rates})\n"
+    )
+    (tmp_path / "log.txt").write_text(line * 2)
+    for request in read_log(tmp_path / "log.txt"):
+        low, high = request.rounds
+        assert low <= rounds <= high and sum(request.accepted) == total
+        np.testing.assert_allclose(
+            by_position([request])["accepted"] / len(request.accepted), np.array(reached) / rounds, atol=2e-3
+        )
+
+
+FAULTS = {
+    "near zero": Request((0,) * 300, (3,) * 300),
+    "near zero, above chance": Request((1,) * 5 + (0,) * 295, (3,) * 300),
+    "first draft only": Request((1,) * 150 + (0,) * 150, (3,) * 300),
+    "all accepted": Request((3,) * 300, (3,) * 300),
+    "": Request((0, 1, 2, 3) * 75, (3,) * 300),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_named_by_their_counts(fault):
+    expected = [fault] if fault else []
+    assert [row["check"] for row in find_faults([FAULTS[fault]])] == expected
+    assert [row["check"] for row in find_faults([FAULTS[fault]], k=4)] == ["K ignored", *expected]
+    assert find_faults([Request((0, 0, 1), (3,) * 3)]) == []  # too few to judge
+
+
 OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_num=90)
 ODD = {
-    "no JSON": ("no JSON", ["line 1"]),
+    "no counts in a text": ("no JSON", ["acceptance_histogram"]),
     "one document, damaged in line 3": ('{\n"a": 1,\n"b" 2}', ["line 3"]),
     "no counts": ({}, ["per_step_accepted"]),
-    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "detailed"]),
+    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "no other K can be known"]),
     "a negative count": (stepwise([-1, 2], [3, 3]), ["per_step_accepted.0", "-1"]),
     "unequal lengths": (stepwise([1, 0, 3], [3, 3]), ["3", "2"]),
     "accepted above drafted": (stepwise([1, 4], [3, 3]), ["4", "3"]),
@@ -138,6 +232,17 @@ ODD = {
     "many rounds, and many drafts of another": ([sglang([999_999, 1]), stepwise([0], [512])], ["512001024"]),
     "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
     "steps of more drafts": (stepwise([1, 0, 3], [3, 3, 3], num_draft_tokens=8), ["8", "9"]),
+    "a line of totals": (LLAMA.partition(", acceptance rate")[0], ["167 accepted", "-lv 5"]),
+    "a line cut in half": (LLAMA[:-8], ["167 accepted"]),
+    "a mean that is not a number": (LLAMA.replace("2.92", "nan"), ["nan"]),
+    "a negative rate": (LLAMA.replace("0.632", "-0.632"), ["-0.632"]),
+    "a mean of other rounds": (LLAMA.replace("2.92", "3.92"), ["3.92", "no number of rounds"]),
+    "rates of other rounds": (LLAMA.replace("0.483", "0.583"), ["0.583"]),
+    "more accepted than generated": (LLAMA.replace("259", "159"), ["159"]),
+    "a line of vLLM without its rates": (VLLM.partition(", Per-position")[0], ["SpecDecoding metrics", "3.03"]),
+    "a counter that is not a number": (METRICS.replace("87.0", "NaN"), ["NaN"]),
+    "a negative counter": (METRICS.replace("87.0", "-87"), ["-87"]),
+    "counters of more acceptances than drafts": (METRICS.replace("87.0", "50"), ["50"]),
 }  # fmt: skip
 """Logs that cannot be used, each with what its error names: the place, or the values."""
 

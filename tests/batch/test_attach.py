@@ -1,0 +1,271 @@
+"""`specnb attach` against a server of this process that has every fault, and times that are counted, not measured."""
+
+import json
+import threading
+from contextlib import nullcontext, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from specnb.batch import attach as servers
+from specnb.batch.attach import attach, compare_builds, judge_replies
+from specnb.batch.logs import sweep_log
+from specnb.errors import InputError, ServerError
+from specnb.measure.cost import Cost
+from specnb.params import ServerParams
+from specnb.prompts import prompts
+
+CHOSEN = prompts("code", limit=5) + prompts("prose", limit=1)
+STEP_MS, TOKEN_MS = 10.0, 1.5
+"""Milliseconds of a target pass, and of each draft token in it."""
+
+
+class Fake:
+    """A server with a draft; `fault` names what is wrong with it."""
+
+    def __init__(self, engine="llamacpp", k=4, fault="", alpha=0.7, step_ms=STEP_MS, has_metrics=True):
+        self.engine, self.k, self.fault, self.alpha, self.step_ms = engine, k, fault, alpha, step_ms
+        self.has_metrics = has_metrics
+        self.rounds = self.drafted = self.n_requests = 0
+        self.reached = [0] * k
+        self.headers = []
+        self.never = threading.Event()
+
+    @property
+    def chance(self):
+        """The probability that a draft token is accepted."""
+        return {"wrong tokenizer": 0.0, "head off by one": 0.015}.get(self.fault, self.alpha)
+
+    def reply(self, body):
+        k = body.get("speculative.n_max", self.k)
+        if self.fault == "K ignored" or self.engine != "llamacpp":
+            k = self.k
+        text = body["messages"][-1]["content"]
+        rng = np.random.default_rng([len(text), int(10 * body["temperature"])])
+        n_tokens, drafted, accepted, passes = body["max_tokens"], 0, [], 0
+        done = 0
+        while done < n_tokens:
+            limit = min(k, n_tokens - done - 1)
+            lucky = rng.random(limit) < self.chance
+            n = next((place for place, right in enumerate(lucky) if not right), limit)
+            done, drafted, passes = done + n + 1, drafted + limit, passes + 1
+            accepted += [n] if limit else []
+        self.rounds, self.drafted = self.rounds + len(accepted), self.drafted + drafted
+        for place in range(self.k):
+            self.reached[place] += sum(n > place for n in accepted)
+        answer = f"an answer to {len(text)}"
+        if self.fault == "another text" and k:
+            answer += " that drafting changed"
+        timings = {"predicted_ms": passes * self.step_ms + drafted * TOKEN_MS}
+        if drafted:
+            timings |= {"draft_n": drafted, "draft_n_accepted": sum(accepted)}
+        meta = {}
+        histogram = np.bincount(accepted, minlength=k + 1).tolist()
+        if self.engine == "sglang":
+            meta = {"meta_info": {"spec_accept_histogram": histogram, "spec_verify_ct": len(accepted)}}
+        return {
+            "choices": [{"message": {"role": "assistant", "content": answer}, **meta}],
+            "usage": {"completion_tokens": n_tokens},
+        } | ({"timings": timings} if self.engine == "llamacpp" else {})
+
+    def metrics(self):
+        name = f"{self.engine}:spec_decode_num"
+        lines = [f"{name}_drafts_total {self.rounds}", f"{name}_draft_tokens_total {self.drafted}"]
+        lines += [f'{name}_accepted_tokens_per_pos_total{{position="{n}"}} {r}' for n, r in enumerate(self.reached)]
+        return "\n".join(lines)
+
+    def __enter__(self):
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            wbufsize = -1  # one packet per reply
+
+            def log_message(self, *words):
+                pass
+
+            def send(self, text, status=200, **headers):
+                self.send_response(status)
+                for header in headers.items():
+                    self.send_header(*header)
+                self.end_headers()
+                self.wfile.write(text.encode())
+
+            def do_GET(self):
+                fake.headers.append(dict(self.headers))
+                if self.path == "/v1/models" and fake.fault == "redirect":
+                    self.send("", 302, Location="http://192.0.2.1/v1/models")
+                elif self.path == "/v1/models":
+                    self.send(json.dumps({"data": [{"id": "model", "owned_by": fake.engine}]}))
+                elif self.path == "/props":
+                    self.send(json.dumps({"build_info": "b1"}))
+                elif self.path == "/metrics" and fake.has_metrics:
+                    self.send(fake.metrics())
+                else:
+                    self.send("no", 404)
+
+            def do_POST(self):
+                fake.n_requests += 1
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                if fake.fault == "stops" and fake.n_requests > 12:
+                    fake.never.wait(5)
+                elif fake.fault == "2 GB":
+                    self.send("")
+                    with suppress(OSError):  # the client closes the connection
+                        for _ in range(2048):
+                            self.wfile.write(b" " * (1 << 20))
+                elif fake.fault == "another host":
+                    self.send("", 307, Location="http://192.0.2.1/")
+                elif fake.fault == "no JSON":
+                    self.send("<html>")
+                else:
+                    self.send(json.dumps(fake.reply(body)))
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.http.server_port}"
+        return self
+
+    def __exit__(self, *error):
+        self.never.set()
+        self.http.shutdown()
+        self.http.server_close()
+
+
+def params_of(url, plain="", **options):
+    return ServerParams(server=url, plain=plain, timeout_s=1.0, **options)
+
+
+def run(fake, plain=None, **options):
+    with fake, plain or nullcontext() as other:
+        return attach(params_of(fake.url, other.url if other else "", **options), CHOSEN)
+
+
+@pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
+def test_a_sound_server_gets_its_costs_its_best_k_and_no_finding(engine):
+    plain = None if engine == "llamacpp" else Fake(engine, k=0)
+    document = run(Fake(engine, has_metrics=engine != "sglang"), plain)
+    judged = judge_replies(document)
+    assert document["error"] == "" and document["engine"] == engine
+    findings = [finding["check"] for finding in judged["findings"]]
+    assert findings == ([] if engine == "llamacpp" else ["K ignored"])  # these take K at their start only
+    first = judged["contents"][0]
+    assert first["content"] == "all" and first["n_prompts"] == 6 and 2 < first["tau"] < 3.5
+    assert len(judged["contents"]) == 6 and 1 <= first["best_k"] <= 4
+    if engine == "llamacpp":
+        assert judged["step_s"] == pytest.approx(STEP_MS / 1000, rel=0.02)
+        assert judged["draft_token_s"] == pytest.approx(TOKEN_MS / 1000, rel=0.1)
+        assert first["verdict"] == "pays" and first["identical"] == 6 and "build" in document
+        assert f"n-max {first['best_k']}" in judged["option"]
+    assert "Does speculation pay" in servers.draw_page(document | judged)
+
+
+def test_smaller_k_from_the_counts_of_one_run_agree_with_runs_of_these_k():
+    frame = pd.DataFrame(run(Fake(alpha=0.8), max_new_tokens=256)["runs"])
+    table = sweep_log(servers.requests_of(frame), [Cost.straight("server", 1.1)], 4).set_index("k")
+    live = frame[frame["way"] == "K = 2"]
+    tau = live["n_tokens"].sum() / (live["n_tokens"].sum() - live["accepted"].sum())
+    assert table.loc[2, "tau"] == pytest.approx(tau, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("fault", "check"),
+    [("K ignored", "K ignored"), ("wrong tokenizer", "near zero"), ("head off by one", "near zero, above chance"),
+     ("another text", "text differs")],
+)  # fmt: skip
+def test_planted_faults_are_found_by_name(fault, check):
+    document = run(Fake(fault=fault), Fake(k=0) if fault == "K ignored" else None)
+    assert [finding["check"] for finding in judge_replies(document)["findings"]] == [check]
+
+
+def test_without_plain_replies_or_counts_of_rounds_it_says_that_it_cannot_know():
+    judged = judge_replies(run(Fake(fault="K ignored")))
+    assert judged["contents"][0]["verdict"] == "cannot know" and "--plain" in judged["line"]
+    judged = judge_replies(run(Fake(has_metrics=False)))
+    first = judged["contents"][0]
+    assert first["verdict"] == "pays" and "best_k" not in first and judged["option"] == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "part"), [("stops", "timed out"), ("2 GB", "bytes"), ("another host", "307"), ("no JSON", "JSON")]
+)
+def test_a_server_that_fails_ends_the_run_and_loses_nothing(fault, part):
+    fake = Fake(fault=fault)
+    document = run(fake)
+    assert part in document["error"] and len(document["runs"]) == (11 if fault == "stops" else 0)
+    assert not document["runs"] or judge_replies(document)["contents"]
+
+
+def test_what_is_no_server_is_one_error():
+    with Fake(fault="redirect") as fake, pytest.raises(ServerError, match="302"):
+        attach(params_of(fake.url), CHOSEN)
+    with Fake(engine="mine") as fake, pytest.raises(ServerError, match="llamacpp, vllm, sglang"):
+        attach(params_of(fake.url), CHOSEN)
+    with pytest.raises(ServerError, match="refused"):
+        attach(params_of(fake.url), CHOSEN)
+    for url in ("localhost:8080", "ftp://localhost", "http://localhost:port"):
+        with pytest.raises(InputError, match=url):
+            attach(params_of(url), CHOSEN)
+
+
+@pytest.mark.parametrize("key", ["secret", "secret\nHost: elsewhere", "\N{SNOWMAN}secret"])
+def test_the_key_is_sent_and_never_shown(monkeypatch, key):
+    monkeypatch.setenv(servers.KEY, key)
+    fake = Fake()
+    try:
+        shown = json.dumps(run(fake))
+        assert fake.headers[0]["Authorization"] == f"Bearer {''.join(key.split())}"
+    except ServerError as error:
+        shown = str(error)
+    assert "secret" not in shown
+
+
+CHANGES = {
+    "nothing": {},
+    "arithmetic": {},
+    "drafting": {"alpha": 0.6},
+    "cost": {"step_ms": 1.3 * STEP_MS},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_what_changed_between_two_builds_is_named(kind, tmp_path):
+    old = run(Fake())
+    new = json.loads(json.dumps(run(Fake(**CHANGES[kind]))))
+    if kind == "arithmetic":
+        new["runs"][1]["sha256"] = "moved"
+    assert compare_builds(old, new).verdict == kind
+    assert compare_builds(old, new | {"prompts_sha256": "of others"}).verdict == "cannot know"
+    assert compare_builds(old, new | {"runs": new["runs"][:4]}).verdict == "cannot know"
+
+
+def test_thirty_pairs_of_equal_builds_give_no_alarm():
+    rng = np.random.default_rng(0)
+    old = run(Fake())
+    for _ in range(30):
+        noisy = [r | {"seconds": r["seconds"] * rng.lognormal(0.03, 0.1)} for r in old["runs"]]
+        assert compare_builds(old, old | {"runs": noisy}).verdict == "nothing"
+
+
+def test_the_command_writes_page_and_fingerprint_and_compares_them(tmp_path, specnb):
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    words = ("--prompts-per-category", "1", "--timeout-s", "1", "--save")
+    with Fake() as fake:
+        code, out, _ = specnb("attach", fake.url, *words, old)
+        assert code == 0 and "Verdict: pays" in out and "text differs" not in out
+        document = json.loads(specnb("attach", fake.url, *words, new, "--json")[1])
+    assert document == json.loads((tmp_path / "new.json").read_text())
+    assert "Does speculation pay" in (tmp_path / "old.html").read_text()
+    assert specnb("attach", "--compare", old, new)[0] == 0
+    with Fake(alpha=0.5) as fake:
+        specnb("attach", fake.url, *words, new)
+    code, out, _ = specnb("attach", "--compare", old, new)
+    assert code == 1 and out.startswith("drafting: 12 replies moved")
+    assert specnb("results", "--from", new)[0] == 0
+    with Fake(fault="stops") as fake:
+        code, _, err = specnb("attach", fake.url, *words, new)
+    assert code == 1 and "timed out" in err and len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 11
+    assert specnb("attach", "--compare", old, new)[0] == 125
+    for mistake in (("attach",), ("attach", "http://127.0.0.1:1"), ("attach", "--compare", old, "absent.json")):
+        assert specnb(*mistake)[0] == 2

@@ -1,0 +1,106 @@
+"""`specnb attach` and the log reader against llama.cpp's own server, on the default model with its 4-bit copy as draft.
+
+    pip install xllamacpp
+    python -m tests.benchmarks.your_server [PROMPTS_PER_CONTENT TOKENS THREADS]
+
+Runs the server in this process with K = 8 and plainly; data/servers/xllamacpp.json is what `attach` measures, which
+notebook 10 shows. Then it runs K = 1 to 7, and writes tokens per round and speed of each next to those computed from
+K = 8 alone. Half an hour on two cores.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import xllamacpp as upstream
+
+from specnb.batch import attach as servers
+from specnb.batch.logs import sweep_log
+from specnb.io import plain, write_atomic
+from specnb.lm.files import parse, prepare
+from specnb.measure.bench import interval, rate, rate_ratio
+from specnb.measure.cost import Cost
+from specnb.measure.experiment import ProgressBar, first_of_each
+from specnb.params import ServerParams
+from specnb.prompts import prompts
+
+TARGET, DRAFT, K, N_CTX = "smollm2-135m:f16", "smollm2-135m:q4_0", 8, 1024
+CONTENTS = ("code", "edit", "prose")
+RECORD = Path(__file__).with_suffix(".json")
+
+
+@contextmanager
+def serve(k: int, threads: int, verbosity: int = 0) -> Iterator[str]:
+    """Run llama.cpp's server in this process, with K = `k`, and yield its URL."""
+    params = upstream.CommonParams()
+    params.model_alias = {TARGET}
+    params.model.path = str(prepare(parse(TARGET)))
+    params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, verbosity
+    params.endpoint_metrics = True
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.fit_params = params.cache_prompt = False
+    drafting = params.speculative
+    drafting.types = [
+        getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{'DRAFT_SIMPLE' if k else 'NONE'}")
+    ]
+    drafting.draft.n_max, drafting.draft.n_min, drafting.draft.p_min = k, 0, 0.0
+    if k:
+        drafting.draft.mparams.path = str(prepare(parse(DRAFT)))
+    server = upstream.Server(params)
+    try:
+        yield server.listening_address
+    finally:
+        del server
+
+
+def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
+    """Return a row for each content, temperature and K: measured tau and speed, and those computed from K = 8."""
+    runs = pd.concat([pd.DataFrame(document["runs"]).assign(k=k) for k, document in documents.items()])
+    runs.loc[runs["way"] == servers.PLAIN, "k"] = 0
+    step_s, token_s = servers.fit_times(pd.DataFrame(documents[K]["runs"]))
+    cost = Cost.straight("server", 1 + 7 * token_s / step_s)
+    rows = []
+    for (content, temperature), part in runs.groupby(["category", "temperature"]):
+        own = servers.requests_of(part[part["k"] == K])
+        swept = sweep_log(own, [cost], K).set_index("k")
+        base = part[(part["k"] == 0)].groupby("prompt")[["n_tokens", "seconds"]].sum()
+        for k in range(1, K + 1):
+            live = part[part["k"] == k].groupby("prompt")[["n_tokens", "accepted", "seconds"]].sum()
+            passes = live["n_tokens"] - live["accepted"]
+            tau = interval(np.stack([live["n_tokens"], passes], 1), rate)
+            both = live.join(base, rsuffix="_plain")
+            speed = interval(both[["n_tokens", "seconds", "n_tokens_plain", "seconds_plain"]], rate_ratio)
+            computed = swept.loc[k, ["tau", "tau_low", "tau_high", "speedup"]]
+            rows.append({"content": content, "temperature": temperature, "k": k, "measured": tau.value, "low": tau.low,
+                         "high": tau.high, **computed, "measured_speedup": speed.value})  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def main(each: int, tokens: int, threads: int) -> None:
+    chosen = [p for p in first_of_each(prompts(), each) if p.category in CONTENTS]
+    documents = {}
+    for k in [K, *range(1, K)]:
+        with serve(k, threads) as url, serve(0, threads) as plain_url, ProgressBar() as progress:
+            params = ServerParams(server=url, plain=plain_url, max_new_tokens=tokens)
+            documents[k] = servers.attach(params, chosen, progress)
+        assert not documents[k]["error"], documents[k]["error"]
+        if k == K:
+            write_atomic(servers.RECORDING, json.dumps(plain(documents[k], nan=None)).encode())
+    table = compare_ks(documents)
+    print(table.round(3).to_string(index=False))
+    inside = table["tau"].between(table["low"], table["high"])
+    print(f"tau within the measured interval: {inside.sum()} of {len(table)}")
+    for content, rows in table[table["temperature"] == 0].groupby("content"):
+        best = rows.loc[rows["speedup"].idxmax()]
+        loss = 1 - best["measured_speedup"] / rows["measured_speedup"].max()
+        print(f"{content}: best K computed {best['k']}, {100 * loss:.1f} % slower than the best measured")
+    document = {"target": TARGET, "draft": DRAFT, "upstream": upstream.BUILD_INFO, "rows": table.to_dict("records")}
+    write_atomic(RECORD, json.dumps(plain(document, nan=None), indent=1).encode())
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:] or (6, 64, 2)))
