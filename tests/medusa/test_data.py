@@ -114,6 +114,8 @@ def test_a_dense_copy_writes_the_text_of_an_int4_model(tmp_path):
     served = data.forward_tapped(int4, rows.tokens)[1][:, :, 0].float()
     assert 0 < (states - served).norm() < 0.05 * served.norm()
     assert isinstance(int4.lm_head, BlockLinear)
+    ids = torch.from_numpy(rows.tokens).long()
+    assert len(int4(ids, output_hidden_states=True).hidden_states) == 3, "the copy has hooks of its own"
 
 
 def test_seeds_repeats_and_tokens_after_an_end_are_not_learned():

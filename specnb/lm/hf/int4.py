@@ -9,6 +9,7 @@ the inputs, and the inputs are repeated, so that the kernel adds both in float32
 """
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from statistics import median
@@ -206,6 +207,9 @@ def dense_copy(module: nn.Module) -> nn.Module:
         dense.load_state_dict(module.state_dict() | {"weight": module.weight})
         return dense
     dense = copy(module)
+    # A copy shares the hooks: transformers would capture each layer's output twice.
+    dense._forward_hooks = OrderedDict()
+    vars(dense).pop("_output_capturing_hooks_installed", None)
     dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
     dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
     return dense
