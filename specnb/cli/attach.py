@@ -23,12 +23,13 @@ def attach(
     compare: tuple[Path, Path] | None = None,
     as_json: Json = False,
 ) -> None:
-    """Measure whether speculation pays on a running llama-server, vLLM or SGLang, and at which K.
+    """Measure whether speculation pays on a running server.
 
-    Sends prompts one at a time, greedily and at T = 1, and contacts nothing but the URL. Prints the speedup by
-    content, the best K with its interval, and what looks like a fault; writes a page and a JSON file. Plain replies
-    come from a second server without a draft (`--plain`), or from the same one if it takes K from a request. An API
-    key is read from SPECNB_API_KEY. Start llama-server with `--metrics`, which counts rounds.
+    The server is llama-server, vLLM or SGLang. Sends prompts one at a time, greedily and at T = 1, and contacts
+    nothing but the URL. Prints the speedup by content, the best K with its interval, and what looks like a fault;
+    writes a page and a JSON file. Plain replies come from a second server without a draft (`--plain`), or from the
+    same one if it takes K from a request. An API key is read from SPECNB_API_KEY. Start llama-server with
+    `--metrics`, which counts rounds.
 
     `--compare OLD NEW` says what changed between two such files: arithmetic, drafting, cost, or nothing.
 
