@@ -70,8 +70,8 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
 
     def replace(load: Callable) -> None:
         monkeypatch.setattr("specnb.draft.load.checked_name", lambda name: None)
-        for room in ("load", "translate"):
-            monkeypatch.setattr(f"specnb.draft.{room}.load", load)
+        for module in ("load", "model"):
+            monkeypatch.setattr(f"specnb.draft.{module}.load", load)
 
     return replace
 

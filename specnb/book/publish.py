@@ -110,12 +110,13 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return the facts of a sidecar about a figure and its run. Raises InputError for a bad name."""
+    _require_name(name)
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
         run
         | {
             "schema_version": 1,
-            "name": _require_name(name),
+            "name": name,
             "title": title,
             "caption": caption_of(title, record),
             "record": f"records/{record.run_id}.json",
@@ -124,10 +125,9 @@ def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     )
 
 
-def _require_name(name: str) -> str:
+def _require_name(name: str) -> None:
     if not NAME.fullmatch(name):
         raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-    return name
 
 
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:

@@ -12,7 +12,6 @@ import sys
 import webbrowser
 from contextlib import closing
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from typer import Context, Exit, Option
 from specnb import __version__, store
 from specnb.cli import attach, batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
-from specnb.cli.show import App, Command, Json, complain, frame_of, print_result, table_of, warn_if_busy
+from specnb.cli.show import App, Json, TakesPairs, complain, frame_of, print_result, table_of, warn_if_busy
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
@@ -447,21 +446,7 @@ def _write_page(path: Path, target: str, draft: str, as_json: bool, **options: A
 app.command(rich_help_panel=MODELS)(attach.attach)
 
 
-class _TakesPairs(Command):
-    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
-
-    def parse_args(self, ctx, args):
-        rest = iter(args)
-        joined = []
-        for word in rest:
-            joined.append(word)
-            if word in ("-p", "--parameter"):
-                name = next(rest, "")
-                joined.append("=".join([name, *islice(rest, "=" not in name)]))
-        return super().parse_args(ctx, joined)
-
-
-@app.command(cls=_TakesPairs, rich_help_panel=NOTEBOOKS)
+@app.command(cls=TakesPairs, rich_help_panel=NOTEBOOKS)
 def run(
     notebooks: list[str] | None = None,
     parameter: list[str] | None = None,
@@ -502,7 +487,7 @@ def run(
     raise Exit(code)
 
 
-app.command(cls=_TakesPairs, rich_help_panel=NOTEBOOKS)(batch.sweep)
+app.command(cls=TakesPairs, rich_help_panel=NOTEBOOKS)(batch.sweep)
 app.command(rich_help_panel=NOTEBOOKS)(batch.results)
 
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -48,6 +49,20 @@ class Command(TyperCommand):
                 parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
             args = ["--help"]
         return super().parse_args(ctx, args)
+
+
+class TakesPairs(Command):
+    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
+
+    def parse_args(self, ctx, args):
+        rest = iter(args)
+        joined = []
+        for word in rest:
+            joined.append(word)
+            if word in ("-p", "--parameter"):
+                name = next(rest, "")
+                joined.append("=".join([name, *islice(rest, "=" not in name)]))
+        return super().parse_args(ctx, joined)
 
 
 class App(Typer):

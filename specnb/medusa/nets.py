@@ -298,10 +298,13 @@ class Heads(DrafterNet):
             return self.heads[head](normed)
         return self.heads[head](normed, self.embeddings[ids[..., : head + 1]].to(normed.dtype))
 
-    def logits(self, head: int, features: Tensor) -> Tensor:
-        """Return logits `(…, draft_size)` of one head's features, in their dtype."""
+    def logits(self, head: int, features: Tensor, lm_head: Tensor | None = None) -> Tensor:
+        """Return logits `(…, draft_size)` of one head's features, in their dtype.
+
+        `lm_head` replaces the shared one, in another dtype.
+        """
         private = self.heads[head].lm_head
-        return private(features) if private else F.linear(features, self.shared_lm_head)
+        return private(features) if private else F.linear(features, self.shared_lm_head if lm_head is None else lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return one head's logits `(batch, draft_size)` float32.

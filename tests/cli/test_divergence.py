@@ -108,7 +108,7 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     draft = str(llama_gguf(tmp_path / "draft.gguf"))
     code, out, err = investigate(*SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json")
-    assert f"{draft} is opened in torch here, dequantised" in errors(err)[0]
+    assert f"{draft} is dequantized and opened in torch here" in errors(err)[0]
     document = json.loads(out)
     assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
     assert document["facts"]["draft"] == document["facts"]["target"] == "LlamaForCausalLM"
