@@ -227,7 +227,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
     """Copy the files of a figure and its record. Reads and writes no files but those of its name."""
-    name = _require_name(sidecar["name"])
+    name = sidecar["name"]
+    _require_name(name)
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
     contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
     # the page loads the script of its new folder
