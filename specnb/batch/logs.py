@@ -31,7 +31,7 @@ from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
-from specnb.measure.triage import ALIVE, NEAR_ZERO, PERFECT, REMEDIES, Share
+from specnb.measure.triage import PERFECT, REMEDIES, Share, signs_by_position
 
 MAX_ROUNDS = 10**6
 MAX_K = 512
@@ -197,6 +197,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
     """
     text = read_text(path)
     requests = []
+    n_tokens = largest_k = 0
     with reading(path):
         is_json = re.match(r"[\s\ufeff]*[\[{]", text)
         logged = counts_in([*_documents(text)]) if is_json else _counts_in_lines(text)
@@ -204,13 +205,14 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
             request = read_counts(counts, k, f"{path}: request {n}")
             if request.accepted:
                 requests.append(request)
+                n_tokens += request.n_tokens
+                largest_k = max(largest_k, *request.drafted)
+            if (cells := n_tokens * (largest_k or 1)) > MAX_CELLS:
+                raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
     if not requests:
         raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
-    largest_k = max(max(request.drafted) for request in requests)
     if not largest_k:
         raise InputError(f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k")
-    if (cells := largest_k * sum(request.n_tokens for request in requests)) > MAX_CELLS:
-        raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
     return requests
 
 
@@ -337,12 +339,17 @@ def by_position(requests: Sequence[Request]) -> pd.DataFrame:
     `accepted` rounds of `tested` accepted the draft token there (`alpha` is their ratio), and
     `tau` would be the tokens per round if each of these rounds had ended its draft there.
     """
-    rounds = [of_round for r in requests for of_round in zip(r.accepted, r.drafted, strict=True)]
-    places = range(1, max(d for _, d in rounds) + 1)
-    n_accepted = np.array([sum(a >= place for a, _ in rounds) for place in places])
-    n_tested = [sum(min(a + 1, d) >= place for a, d in rounds) for place in places]
-    table = pd.DataFrame({"position": places, "accepted": n_accepted, "tested": n_tested})
-    return table.assign(alpha=table["accepted"] / table["tested"], tau=1 + n_accepted.cumsum() / len(rounds))
+    accepted, drafted = (np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True))
+    tested = np.minimum(accepted + 1, drafted)
+    places = range(1, drafted.max() + 1)
+    table = pd.DataFrame(
+        {
+            "position": places,
+            "accepted": [(accepted >= place).sum() for place in places],
+            "tested": [(tested >= place).sum() for place in places],
+        }
+    )
+    return table.assign(alpha=table["accepted"] / table["tested"], tau=1 + table["accepted"].cumsum() / len(accepted))
 
 
 def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[str, str]]:
@@ -351,19 +358,16 @@ def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[
     `k` is the requested draft length, if known. See `measure.triage`; counts suffice here.
     """
     table = by_position(requests)
-    first, *others = (Share.of(*counts) for counts in zip(table["accepted"], table["tested"], strict=True))
+    alphas = [Share.of(*counts) for counts in zip(table["accepted"], table["tested"], strict=True)]
     every = Share.of(table["accepted"].sum(), table["tested"].sum())
-    signs = {}
+    signs = []
     if k not in (None, len(table)):
-        signs["K ignored"] = f"rounds drafted up to {len(table)} tokens, K = {k} was requested"
-    if first.high < NEAR_ZERO:
-        name = "near zero, above chance" if first.hits > CHANCE else "near zero"
-        signs[name] = f"{first} first draft tokens were accepted"
-    elif others and first.low >= ALIVE and others[0].high < NEAR_ZERO:
-        signs["first draft only"] = f"{first} first draft tokens were accepted, {others[0]} second ones"
+        signs.append(("K ignored", f"rounds drafted up to {len(table)} tokens, K = {k} was requested"))
+    signs += signs_by_position(alphas)
     if every.low > PERFECT:
-        signs["all accepted"] = f"{every} tested draft tokens were accepted"
-    return [describe_fault(name, evidence) for name, evidence in signs.items()]
+        signs.append(("all accepted", f"{every} tested draft tokens were accepted"))
+    names = {"near zero": "near zero, above chance"} if alphas[0].hits > CHANCE else {}
+    return [describe_fault(names.get(name, name), evidence) for name, evidence in signs]
 
 
 def describe_fault(name: str, evidence: str) -> dict[str, str]:

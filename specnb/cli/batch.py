@@ -129,8 +129,11 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
         best += f"; {counted}: no verdict"
         columns.remove("verdict")
     print_result(
-        as_json, document, table_of("findings", faults, [*faults[0]]) if faults else "",
+        as_json,
+        document,
+        table_of("findings", faults, ["check", "evidence", "remedy"]) if faults else "",
         f"several numbers of rounds fit {len(unclear)} lines: {unclear}" if unclear else "",
         frame_of("draft positions; tau if each of these rounds had ended its draft there", positions),
-        frame_of(title, table), table_of(best, advice, columns),
-    )  # fmt: skip
+        frame_of(title, table),
+        table_of(best, advice, columns),
+    )

@@ -1,16 +1,22 @@
 """Chat templates: convert messages to the text format of a chat model, for both engines."""
 
+import sys
+import time
 from collections.abc import Mapping, Sequence
 
 from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
+
+MAX_S = 5
+"""Most seconds of CPU time for a template; those of models take milliseconds."""
 
 
 def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
     """Return the text of `messages` (role and content) up to the start of the assistant's answer.
 
     A template is part of a downloaded model, so it runs in transformers' sandbox. Raises InputError
-    if the model has no chat template, and if the template fails or rejects the messages.
+    if the model has no chat template, and if the template fails, rejects the messages or exceeds
+    MAX_S.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -19,8 +25,23 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
     tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
     options = {"chat_template": vocab.chat_template, "add_generation_prompt": True, **tokens}
+    end = time.thread_time() + MAX_S
+
+    def check(frame, *_event):
+        """Trace function: Python calls it in this thread at each call and each line of a template.
+
+        A single long operation, such as `9 ** 9 ** 9`, is not interrupted.
+        """
+        if time.thread_time() > end:
+            raise TimeoutError(f"it takes more than {MAX_S} s")
+        return check if frame.f_code.co_filename == "<template>" else None
+
+    before = sys.gettrace()
     try:
+        sys.settrace(check)
         return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
     except Exception as error:  # a template is a program: it may divide by zero or recurse
         reason = f"cannot be rendered ({str(error) or type(error).__name__})"
         raise InputError(f"the chat template of this model {reason}: pass plain text") from error
+    finally:
+        sys.settrace(before)

@@ -152,19 +152,15 @@ def _signs_of_draft(
     if repeats.low > max(REPEATED, TIMES_TEXT * of_text.rate) and not later:
         yield "same input", f"{repeats} pairs of adjacent draft tokens, but {of_text} pairs of the text, are equal"
 
-    # 2. Low acceptance, except for the first draft token.
-    if len(alphas) > 1 and alphas[0].low >= ALIVE and alphas[1].high < NEAR_ZERO:
-        first, second = alphas[:2]
-        yield "first draft only", f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
+    # 2. Low acceptance at the first positions.
+    for name, evidence in signs_by_position(alphas):
+        if name == "near zero":
+            translations = "; ".join(sorted({g.translation for g in drafted if g.translation}))
+            evidence += f" (translated by {translations})" if translations else ""
+            evidence += f", {alphas[0].n / vocab_size:.2g} by chance"
+        yield name, evidence
 
-    # 3. Low acceptance of the first draft token.
-    if alphas[0].high < NEAR_ZERO:
-        translations = "; ".join(sorted({g.translation for g in drafted if g.translation}))
-        translated = f" (translated by {translations})" if translations else ""
-        by_chance = f"{alphas[0].n / vocab_size:.2g} by chance"
-        yield "near zero", f"{alphas[0]} first draft tokens were accepted{translated}, {by_chance}"
-
-    # 4. Low acceptance from some position on.
+    # 3. Low acceptance from some position on.
     first_drafts = sorted((n, r.n_accepted > 0, g.category) for g in drafted for n, r in _starts(g) if r.n_tested)
     for part in range(1, PARTS):
         border = len(first_drafts) * part // PARTS
@@ -177,6 +173,16 @@ def _signs_of_draft(
             accepted = f"{before} first draft tokens before position {position} were accepted"
             yield "falls with position", f"{accepted}, but {after} after it"
             return
+
+
+def signs_by_position(alphas: Sequence[Share]) -> Iterator[tuple[str, str]]:
+    """Yield the signs that the acceptance by position shows alone, whichever engine counted it."""
+    first, *others = alphas
+    if others and first.low >= ALIVE and others[0].high < NEAR_ZERO:
+        second = others[0]
+        yield "first draft only", f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
+    if first.high < NEAR_ZERO:
+        yield "near zero", f"{first} first draft tokens were accepted"
 
 
 def alpha(drafted: Sequence[Generation]) -> list[Share]:
