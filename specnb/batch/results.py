@@ -13,8 +13,8 @@ from specnb import store
 from specnb.batch.run import place
 from specnb.io import reading, write_atomic
 
-RECORD = re.compile(rf"(?:{store.NAME.pattern}/)+({store.RUN}|{store.OLDER_ROUNDS})")
-"""Keys of the files of a record; no name begins with a period."""
+RECORD = re.compile(rf"(?:{store.NAME.pattern}/)+(?:{re.escape(store.FAILED)}/)?({store.RUN}|{store.OLDER_ROUNDS})")
+"""Keys of the files of a record; only the folder of a failed run begins with a period."""
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
            date_diff('second', r.started, r.ended) AS seconds,

@@ -4,6 +4,7 @@ Each check runs a few tokens, compares logits, and leaves the state empty.
 """
 
 import contextlib
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -12,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from specnb.errors import InputError, LoadError
-from specnb.io import cache_dir, digest, read_text, write_atomic
+from specnb.io import cache_dir, digest, read_json, write_atomic
 from specnb.lm.base import LanguageModel, TreeModel
 from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
@@ -161,27 +162,28 @@ def certified(
     """
     facts |= {"cpu": kernel_facts(), "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
 
-    def probe() -> str:
+    def probe() -> dict[str, Any]:
         outcomes = set()
         for n in counts:
             set_threads(n)
             width, steps = _compare_widths(model, PROBED_WIDTHS, PROBED_STEPS, past)
             outcomes.add((width, steps.tobytes()))
-        narrowest = min(width for width, _ in outcomes)
-        return f"{narrowest} {len(outcomes) == 1:d}"
+        return {"width": min(width for width, _ in outcomes), "any_threads": len(outcomes) == 1}
 
-    width, any_threads = map(int, probed_once("certificates", facts | {"counts": counts}, probe).split())
-    return Certificate(width, bool(any_threads))
+    return Certificate(**probed_once("certificates", facts | {"counts": counts}, probe))
 
 
-def probed_once(kind: str, key: Any, probe: Callable[[], str]) -> str:
-    """Return the result of `probe`, cached on disk by `key`; without a writable cache, call it each time."""
+def probed_once(kind: str, key: Any, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the JSON object of `probe`, cached on disk by `key`.
+
+    `probe` is called again if the file is damaged, and each time without a writable cache.
+    """
     file = cache_dir() / kind / digest(key)
     with contextlib.suppress(InputError):
-        return read_text(file)
+        return read_json(file)
     result = probe()
     with contextlib.suppress(InputError):
-        write_atomic(file, result.encode())
+        write_atomic(file, json.dumps(result).encode())
     return result
 
 

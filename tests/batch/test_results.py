@@ -43,6 +43,7 @@ def test_an_overview_has_a_row_a_run_and_says_in_what_runs_differ(results):
 
 def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
     run = str(next(results.rglob("run.json")).relative_to(results))
+    failed = f"{Path(run).parent}/.failed/run.json"
     odd = ["../evil/run.json", "one/../two/run.json", "/etc/run.json", ".failed/run.json", "run/notebook.ipynb"]
     opened = []
 
@@ -50,7 +51,7 @@ def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
         """A file system that lists keys as they are, which S3 does and local folders cannot."""
 
         def get_file_info(self, selector):
-            return [SimpleNamespace(path=f"runs/one/{key}") for key in (*odd, run)]
+            return [SimpleNamespace(path=f"runs/one/{key}") for key in (*odd, run, failed)]
 
         def open_input_stream(self, key):
             opened.append(key)
@@ -58,8 +59,8 @@ def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
 
     monkeypatch.setattr("specnb.batch.results.place", lambda name: (Bucket(), "runs/one"))
     with local_copy("s3://runs/one") as folder:
-        assert len(overview(folder)) == 1
-    assert opened == [f"runs/one/{run}"]
+        assert {str(path.relative_to(folder)) for path in folder.rglob("run.json")} == {run, failed}
+    assert opened == [f"runs/one/{run}", f"runs/one/{failed}"]
 
 
 def test_the_commands_print_the_same_numbers(results, specnb):
