@@ -37,7 +37,7 @@ from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.gates import Checked, dead_steps, judge_gates
 from specnb.medusa.nets import Heads, backbone_of
-from specnb.medusa.recipe import PRESETS, Figures, Recipe
+from specnb.medusa.recipe import PRESETS, Figures, Recipe, in_float32
 from specnb.medusa.train import lesson_of, time_step, train
 from specnb.medusa.tree import TimedTree, fastest_tree, tree_curve
 from specnb.params import MedusaParams
@@ -267,9 +267,10 @@ def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = No
     `step(run, step, loss, figures)`. Columns: run, head, steps, told_s (estimated seconds), took_s,
     and held-out top1_before, top1, top5_before, top5.
     """
-    lesson = lesson_of(heads.float(), recipe, text)
-    before = lesson.judge()
-    step_s = time_step(heads, recipe, lesson)
+    lesson = lesson_of(heads, recipe, text)
+    with in_float32(heads):
+        before = lesson.judge()
+        step_s = time_step(heads, recipe, lesson)
     if watch:
         watch.starts(run, recipe.steps, step_s)
     options = {"on_step": partial(watch.step, run)} if watch else {}

@@ -152,22 +152,19 @@ def tapped_layers(n_layers: int) -> list[int]:
     return [max(0, layer) for layer in (min(2, high), n_layers // 2, 2 * n_layers // 3, high)]
 
 
-def text_writer(model: LanguageModel) -> PreTrainedModel:
-    """Return the network that writes text for a model: its own, or a dense copy of an int4 one.
+def dense_dtype(model: LanguageModel) -> torch.dtype | None:
+    """Return the dtype of the dense copy that writes text for an int4 model; None without a copy.
 
     The int4 kernel multiplies four rows at a time, so its passes over a batch of rows take several
     times as long as dense ones. The copy has the same weights, dequantized to bfloat16 if the CPU
-    has it in hardware, else float32. Its states differ from those of int4 by rounding. Without
-    memory for it, the int4 model writes.
+    has it in hardware, else float32. Its states differ from those of int4 by rounding. Other models,
+    and an int4 model without memory for the copy, write themselves.
     """
-    net = model.network
-    n_weights = sum(m.in_features * m.out_features for m in net.modules() if isinstance(m, nn.Linear))
-    if model.caps.dtype == "int4" and need_bytes(8 * n_weights) <= free_bytes():
-        net = dense_copy(net)
-        if auto_dtype() == "float32":
-            net = net.float()
-    pack(net)
-    return net
+    layers = [module for module in model.network.modules() if isinstance(module, nn.Linear)]
+    n_weights = sum(layer.in_features * layer.out_features for layer in layers)
+    if model.caps.dtype != "int4" or need_bytes(8 * n_weights) > free_bytes():
+        return None
+    return getattr(torch, auto_dtype())
 
 
 @contextmanager
@@ -270,29 +267,35 @@ def write_splits(
     `batches` is the number of batches per split. Raises InputError when the folder holds text of
     other settings, another model, or an older version of specnb.
     """
-    writer = text_writer(model)
+    dtype = dense_dtype(model)
     settings = {"writing": writing._asdict(), "python": platform.python_version()}
     settings |= {"backbone": backbone_of(model).digest, "model": model.name}
-    if writer is not model.network:
-        settings["written_in"] = str(writer.dtype)
+    if dtype:
+        settings["written_in"] = str(dtype)
     facts = folder / FACTS_FILE
     if not facts.is_file():
         write_atomic(facts, json.dumps(settings, indent=1).encode())
     elif read_json(facts) != settings:
         other = f"text of other settings, another model or an older version (see {FACTS_FILE})"
         raise InputError(f"{folder} holds {other}: delete it or use another folder")
-    texts = {split: read_library(split) for split in batches}
     parts = [(split, number) for split, n in batches.items() for number in range(n)]
-    for done, (split, number) in enumerate(parts):
-        file = folder / f"{split}-{number:05d}.npz"
-        if file.is_file():
-            continue
+    missing = [part for part in parts if not _part_file(folder, *part).is_file()]
+    if not missing:
+        return
+    texts = {split: read_library(split) for split in batches}
+    writer = dense_copy(model.network).to(dtype) if dtype else model.network
+    pack(writer)
+    for done, (split, number) in enumerate(missing, start=len(parts) - len(missing)):
         progress(done, len(parts), "generating training text and its hidden states")
         rng = np.random.default_rng([writing.seed, SPLITS.index(split), number])
         seeds = draw_seeds(model, texts[split], writing, rng)
         tokens, states = write_rows(writer, seeds, writing.length, rng)
         own = mark_own(tokens, np.array([*map(len, seeds)]), model.vocab.eog)
-        save_rows(file, TextRows(tokens, own), states)
+        save_rows(_part_file(folder, split, number), TextRows(tokens, own), states)
+
+
+def _part_file(folder: Path, split: str, number: int) -> Path:
+    return folder / f"{split}-{number:05d}.npz"
 
 
 def save_rows(file: Path, rows: TextRows, states: Tensor) -> None:

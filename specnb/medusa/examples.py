@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specnb.machine import auto_dtype
 from specnb.medusa import data
 from specnb.medusa.data import SPLITS
 from specnb.medusa.nets import Heads
@@ -69,8 +68,7 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
 
     The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats.
     Hard is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
-    vocabulary. Matrix products are in bfloat16, or in float32 for a backbone in float32 and on CPUs
-    that only emulate bfloat16.
+    vocabulary. Matrix products are in bfloat16 unless the lm_head is float32 (`recipe.in_float32`).
 
     `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads,
     TOP)` is how often the label is the r-th best token, `top1` and `top5` how often it is among the
@@ -81,12 +79,10 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
     head_loss = []
     rank_shares = []
     batch = ExampleBatch(*(part.to(lm_head.device) for part in batch))
-    if auto_dtype(str(lm_head.device)) == "float32":
-        lm_head = lm_head.float()
     with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
         normed = heads.norm(batch.hidden.to(lm_head.dtype))  # also for post_norm heads
         for i in range(heads.config.n_heads):
-            rows = heads.logits(i, heads.features(i, normed, batch.ids), lm_head).float().log_softmax(-1)
+            rows = heads.logits(i, heads.features(i, normed, batch.ids)).float().log_softmax(-1)
             labels = batch.labels[:, i]
             drafted = labels >= 0
             n_labels = (labels != NO_LABEL).sum().clamp(min=1)

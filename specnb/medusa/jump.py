@@ -80,11 +80,15 @@ class JumpNet(DrafterNet):
 
     def first_input(self, states: Tensor, ids: Tensor) -> Tensor:
         """Return z `(…, D)` from the target's states `(…, layers, D)` and the next tokens `(…)`."""
-        return self.from_states(unit(states).flatten(-2)) + self.from_token(unit(self.embeddings[ids]))
+        return self.from_states(unit(states).flatten(-2)) + self.from_token(self._embedded(ids))
 
     def next_input(self, g: Tensor, ids: Tensor) -> Tensor:
         """Return z `(…, D)` from the block's last output `(…, D)` and the next tokens `(…)`."""
-        return self.from_own(unit(g)) + self.from_token(unit(self.embeddings[ids]))
+        return self.from_own(unit(g)) + self.from_token(self._embedded(ids))
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        """Return the target's embeddings `(…, D)` of these tokens, scaled, in the dtype of E."""
+        return unit(self.embeddings[ids]).to(self.from_token.weight.dtype)
 
     def logits(self, g: Tensor) -> Tensor:
         """Return logits `(…, draft_vocab)` from the block's output `(…, D)`."""

@@ -22,10 +22,8 @@ Letters:
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -39,6 +37,7 @@ from transformers import PreTrainedModel
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.int4 import dense_copy
 
 MOST_HEADS = 16
 MOST_LAYERS = 8
@@ -161,11 +160,7 @@ def backbone_of(target: LanguageModel) -> Backbone:
 
 def frozen_copy(norm: nn.Module) -> nn.Module:
     """Return a copy of a norm that is not trained."""
-    bare = copy(norm)
-    # Hooks must not be copied: one may hold a reference to the whole network.
-    bare._forward_hooks = OrderedDict()
-    bare._forward_pre_hooks = OrderedDict()
-    return deepcopy(bare).requires_grad_(False)
+    return dense_copy(norm).requires_grad_(False)
 
 
 class DrafterNet(nn.Module):
@@ -298,13 +293,10 @@ class Heads(DrafterNet):
             return self.heads[head](normed)
         return self.heads[head](normed, self.embeddings[ids[..., : head + 1]].to(normed.dtype))
 
-    def logits(self, head: int, features: Tensor, lm_head: Tensor | None = None) -> Tensor:
-        """Return logits `(…, draft_size)` of one head's features, in their dtype.
-
-        `lm_head` replaces the shared one, in another dtype.
-        """
+    def logits(self, head: int, features: Tensor) -> Tensor:
+        """Return logits `(…, draft_size)` of one head's features, in their dtype."""
         private = self.heads[head].lm_head
-        return private(features) if private else F.linear(features, self.shared_lm_head if lm_head is None else lm_head)
+        return private(features) if private else F.linear(features, self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return one head's logits `(batch, draft_size)` float32.

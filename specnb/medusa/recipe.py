@@ -1,7 +1,8 @@
 """Recipes of trainings, and what heads and jump drafters share in training: batches and figures."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from specnb.errors import InputError, require_known
 from specnb.io import read_toml
+from specnb.machine import auto_dtype
 from specnb.medusa.jump import KINDS
 
 
@@ -124,9 +126,31 @@ class Batches:
         return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
 
+@contextmanager
+def in_float32(net: Any) -> Iterator[None]:
+    """Hold the weights of a drafter in float32 in the block, as in training.
+
+    On CPUs that only emulate bfloat16 the shared lm_head is float32, too: then so are the matrix
+    products of the losses, which are otherwise in bfloat16.
+    """
+    lm_head = net.shared_lm_head
+    net.float()
+    if auto_dtype(str(lm_head.device)) == "float32":
+        net.shared_lm_head = lm_head.float()
+    try:
+        yield
+    finally:
+        net.shared_lm_head = lm_head
+        net.to(lm_head.dtype)
+
+
 class Lesson(NamedTuple):
-    """What a drafter learns from a text: batches, their loss, and the figures on held-out text."""
+    """The task of a training: batches of a text, their loss, and the figures on held-out text.
+
+    `prepare` sets the initial weights; a resumed training does not need it.
+    """
 
     batches: Batches
     loss: Callable[[Any, Recipe, Any], tuple[Tensor, Figures]]
     judge: Callable[[], Figures]
+    prepare: Callable[[], None] = lambda: None

@@ -124,7 +124,7 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
     if not whole:
         log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
         return log_p, log_p.argmax(-1)
-    lm_head = net.target.get_output_embeddings().weight
+    lm_head = net.target.get_output_embeddings().weight.to(normed.dtype)
     ids = net.draft_ids()
     rows = []
     best = []
@@ -171,13 +171,15 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
 
 
 def jump_lesson(net: JumpNet, recipe: Recipe, text: Path) -> Lesson:
-    """Return the lesson of `net` on the text in a folder: roll-outs. Fits the maps of a copied layer."""
+    """Return the lesson of `net` on the text in a folder: roll-outs, after its maps are fitted."""
     rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
-    if net.config.copied is not None:
-        fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
+
+    def prepare() -> None:
+        if net.config.copied is not None:
+            fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
 
     @torch.no_grad()
     def judge() -> Figures:
         return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
 
-    return Lesson(rows, roll_out_loss, judge)
+    return Lesson(rows, roll_out_loss, judge, prepare)

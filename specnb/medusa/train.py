@@ -26,7 +26,7 @@ from specnb.medusa.data import SPLITS, TextRows, Writing
 from specnb.medusa.examples import heads_lesson
 from specnb.medusa.jump import KINDS, JumpConfig, JumpNet, read_layers
 from specnb.medusa.nets import Heads, HeadsConfig, backbone_of, new_heads, seeded
-from specnb.medusa.recipe import Figures, Lesson, Recipe
+from specnb.medusa.recipe import Figures, Lesson, Recipe, in_float32
 from specnb.medusa.rollouts import jump_lesson
 
 Trainee = Heads | JumpNet
@@ -63,9 +63,9 @@ def train(
     run["data"] = data.read(text, "train").digest()
     start = 0
     log = []
-    dtype = net.shared_lm_head.dtype
-    net.float()
-    try:
+    if not file.exists():
+        lesson.prepare()
+    with in_float32(net):
         # 1. Resume from the checkpoint, if there is one.
         optimizer = AdamW(net.parameters(), lr=recipe.peak_lr, weight_decay=recipe.weight_decay)
         if file.exists():
@@ -86,8 +86,6 @@ def train(
                 states = {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({"run": run, "step": step, "log": log} | states, packed := io.BytesIO())
                 write_atomic(file, packed.getvalue())
-    finally:
-        net.to(dtype)
     return log
 
 

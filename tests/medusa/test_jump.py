@@ -8,11 +8,12 @@ from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Sampling
 from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
+from specnb.medusa import recipe
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
-from specnb.medusa.nets import seeded
+from specnb.medusa.nets import HeadsConfig, backbone_of, new_heads, seeded
 from specnb.medusa.recipe import Recipe
 from specnb.medusa.rollouts import SINK, RowBatches, fit_maps, roll_out_loss
-from specnb.medusa.train import train
+from specnb.medusa.train import lesson_of, train
 from specnb.medusa.tree import TreePlan
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
@@ -134,14 +135,36 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
     circles = periodic.backbone_model(dtype=dtype)
     periodic.write_text(circles, tmp_path / "text", length=32)
     net = of_circles(circles, kind)
-    recipe = Recipe(60, batch_size=256, peak_lr=1e-2, warmup=5, roll_out=STEPS)
-    log = train(net, recipe, tmp_path / "text", tmp_path / "run", save_every=60)
+    sixty = Recipe(60, batch_size=256, peak_lr=1e-2, warmup=5, roll_out=STEPS)
+    log = train(net, sixty, tmp_path / "text", tmp_path / "run", save_every=60)
     assert log[-1]["top1"][0] > 0.9 and log[-1]["greedy_tau"] > 1 + 0.9 * STEPS
     assert {weight.dtype for weight in net.parameters()} == {dtype}
     drafter = JumpDrafter(circles, net.eval())
     drafted = generate(circles, periodic.prompts(1)[0], drafter=drafter, k=STEPS, max_new_tokens=20)
     assert drafted.acceptance_rate > 0.9
     drafter.close()
+
+
+@pytest.mark.parametrize("trained", ["jump", "heads"])
+@pytest.mark.parametrize("product", ["float32", "bfloat16"])
+def test_products_are_float32_where_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
+    monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
+    circles = periodic.backbone_model(dtype=torch.bfloat16)
+    periodic.write_text(circles, tmp_path, length=32)
+    backbone = backbone_of(circles)
+    config = HeadsConfig(n_heads=2, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
+    net = of_circles(circles, "jump") if trained == "jump" else new_heads(config, backbone, None, 0)
+    step = Recipe(1, batch_size=64, roll_out=STEPS)
+    lesson = lesson_of(net, step, tmp_path)
+    in_bfloat16 = []
+    right = net.logits
+    monkeypatch.setattr(
+        net, "logits", lambda *args: in_bfloat16.append(torch.is_autocast_enabled("cpu")) or right(*args)
+    )
+    with recipe.in_float32(net):
+        loss, _ = lesson.loss(net, step, lesson.batches.at_step(0, step))
+        assert loss.isfinite() and set(in_bfloat16) == {product == "bfloat16"}
+    assert {net.shared_lm_head.dtype, *(weight.dtype for weight in net.parameters())} == {torch.bfloat16}
 
 
 @torch.no_grad()

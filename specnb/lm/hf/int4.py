@@ -202,15 +202,18 @@ def fits(module: nn.Module) -> bool:
 
 
 def dense_copy(module: nn.Module) -> nn.Module:
-    """Return a trainable copy of a module, with dequantized weights."""
+    """Return a trainable copy of a module, with dequantized weights and without hooks."""
     if isinstance(module, BlockLinear):
         dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=torch.bfloat16)
         dense.load_state_dict(module.state_dict() | {"weight": module.weight})
         return dense
     dense = copy(module)
-    # A copy shares the hooks: transformers would capture each layer's output twice.
+    # Hooks must not be shared: transformers would capture each layer's output twice, and a hook may
+    # hold a reference to the whole network.
     dense._forward_hooks = OrderedDict()
+    dense._forward_pre_hooks = OrderedDict()
     vars(dense).pop("_output_capturing_hooks_installed", None)
+    dense._buffers = dict(module._buffers)
     dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
     dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
     return dense
