@@ -366,8 +366,9 @@ def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[
     signs += signs_by_position(alphas)
     if every.low > PERFECT:
         signs.append(("all accepted", f"{every} tested draft tokens were accepted"))
-    names = {"near zero": "near zero, above chance"} if alphas[0].hits > CHANCE else {}
-    return [describe_fault(names.get(name, name), evidence) for name, evidence in signs]
+    if alphas[0].hits > CHANCE:
+        signs = [("near zero, above chance" if name == "near zero" else name, evidence) for name, evidence in signs]
+    return [describe_fault(name, evidence) for name, evidence in signs]
 
 
 def describe_fault(name: str, evidence: str) -> dict[str, str]:

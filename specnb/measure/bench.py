@@ -138,18 +138,22 @@ class Timed(NamedTuple):
     generation: Generation | None
 
 
+def rotate(names: Sequence[str], n_prompts: int, repeats: int = 1) -> list[tuple[int, int, str]]:
+    """Return the repeat, prompt and name of interleaved runs. Their order rotates: no name is always first."""
+    return [
+        (repeat, index, names[(index + repeat + turn) % len(names)])
+        for repeat in range(repeats)
+        for index in range(n_prompts)
+        for turn in range(len(names))
+    ]
+
+
 def interleaved(
     methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1, progress: Progress = silent
 ) -> Iterator[Timed]:
     """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
-    names = list(methods)
-    order = [
-        (repeat, index, names[(index + repeat + turn) % len(names)])
-        for repeat in range(repeats)
-        for index in range(len(prompts))
-        for turn in range(len(names))
-    ]
-    for run in methods.values() if prompts else ():
+    order = rotate(list(methods), len(prompts), repeats)
+    for run in methods.values():
         run(prompts[0])
     for done, (repeat, index, name) in enumerate(order):
         progress(done, len(order), f"timing {name}, prompt {index + 1} of {len(prompts)}")

@@ -15,7 +15,6 @@ what they replay and what they run live:
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from itertools import product
 from time import perf_counter
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 from specnb.errors import SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import time_baseline
-from specnb.measure.bench import interleaved
+from specnb.measure.bench import rotate
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.measure.follow import follow, require_followed
@@ -34,6 +33,7 @@ from specnb.records import Generation
 
 Sampling = tuple[float, float]
 """Temperature and top_p."""
+WARM_UP_TOKENS = 8
 Methods = Callable[[float], Mapping[str, Mapping[str, Any]]]
 """Maps a temperature to settings of `specnb.generate` by name. It is called before each generation,
 so that a controller can be new."""
@@ -154,16 +154,17 @@ class Sweep(Experiment):
         self, methods: Methods, prompts: Sequence[Prompt], samplings: Sequence[Sampling], progress: Progress = silent
     ) -> None:
         """6. Run `methods` live, in rotating order and interleaved with plain decoding."""
-
-        def decode(name: str, text: tuple[Prompt, Sampling]) -> Generation:
-            prompt, (temperature, top_p) = text
+        # Warm up briefly, without controllers and routers: they learn from what they run.
+        for drafter in (None, *self.drafters) if prompts else ():
+            settings = {"drafter": drafter, "k": 1} if drafter else {}
+            self.decode(prompts[0], max_new_tokens=WARM_UP_TOKENS, **settings)
+        texts = list(product(prompts, samplings))
+        order = rotate(["", *methods(samplings[0][0])], len(texts))
+        for done, (_, index, name) in enumerate(order):
+            prompt, (temperature, top_p) = texts[index]
+            progress(done, len(order), f"{prompt.id}, temperature {temperature:g}, live: {name or 'plain'}")
             settings = methods(temperature)[name] if name else {}
-            return self.decode(prompt, temperature=temperature, top_p=top_p, **settings)
-
-        runs = {name or "plain decoding": partial(decode, name) for name in ("", *methods(samplings[0][0]))}
-        timed = interleaved(runs, list(product(prompts, samplings)), progress=progress)
-        # one by one, for the record of a failed run
-        self.generations += (run.generation for run in timed if run.generation)
+            self.generations.append(self.decode(prompt, temperature=temperature, top_p=top_p, **settings))
 
 
 def plain_text_of(generations: Sequence[Generation], generation: Generation) -> Generation:

@@ -16,6 +16,7 @@ from specnb.book.explorer.page import play
 from specnb.book.explorer.tables import ALL, CUSTOM, THIS_MACHINE, Setting, Tables, stored
 from specnb.book.explorer.widgets import Explorer
 from specnb.book.tables import BUSY
+from specnb.decode.control import FixedK
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
@@ -173,6 +174,16 @@ def workbench(**params):
 @pytest.fixture(scope="module")
 def bench():
     return workbench()
+
+
+def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
+    """Predictions begin with a new controller, too."""
+    control = FixedK(4)
+    started = []
+    monkeypatch.setattr(control, "start", started.append)
+    monkeypatch.setattr(Setting, "controller", lambda setting, k_max: control)
+    measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
+    assert len(started) == len(measured) / 2 > 0
 
 
 def test_a_live_run_is_shown_beside_its_prediction_between_recorded_temperatures_too(frame, tables, bench):

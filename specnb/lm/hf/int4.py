@@ -215,7 +215,8 @@ def dense_copy(module: nn.Module) -> nn.Module:
     vars(dense).pop("_output_capturing_hooks_installed", None)
     dense._buffers = dict(module._buffers)
     dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
-    dense._modules = {name: dense_copy(child) for name, child in module.named_children()}
+    # not named_children(), which names a module that occurs twice only once
+    dense._modules = {name: None if child is None else dense_copy(child) for name, child in module._modules.items()}
     return dense
 
 
