@@ -17,9 +17,9 @@ from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
 Exact = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
-"""An option of both engines: whether a token's logits must be bit-identical at every width."""
+"""Type of the option `exact`: whether logits must be bit-identical at all forward-pass widths."""
 DEFAULT_N_CTX = 4096
-"""Largest default context, in tokens."""
+"""Upper limit of the default context length, in tokens."""
 
 
 def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
@@ -31,11 +31,11 @@ def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_pe
 class Capabilities:
     """Capabilities of an engine with a model, so that callers need not check its class.
 
-    `rewind` names the rollback strategy (see `lm.rollback`), and `rewind_reason` says why entries
-    cannot simply be dropped. `max_width` is the widest single forward pass, and `n_ctx` the most
-    tokens that the state can hold. `lossless_dtype` is True if passes over 1 and over n tokens
+    `rewind` names the rollback strategy (see `lm.rollback`); `rewind_reason` explains why the cache
+    cannot be cropped ("" if it can). `max_width` is the maximum number of tokens per forward pass,
+    `n_ctx` of the state. `lossless_dtype` is True if passes over 1 and over n tokens
     differ by float32 rounding only; up to `same_bits_up_to` tokens they are bit-identical (0: at no
-    width). `trees` says whether the model can be used as a `TreeModel`, and `trees_reason` why not.
+    width). `trees` is True if the model works as a `TreeModel`; `trees_reason` explains why not.
     `details` are the engine's settings, for the run record.
     """
 
@@ -54,7 +54,7 @@ class Capabilities:
 
     @property
     def certificate(self) -> str:
-        """How far greedy speculative decoding equals plain decoding, as `probe.certify` found."""
+        """A sentence that states at which widths greedy output equals plain decoding."""
         counts = self.details.get("thread_counts", [self.details.get("threads", 1)])
         threads = f"{' or '.join(map(str, counts))} threads"
         if self.details.get("threads_change") == "between texts":
@@ -76,16 +76,17 @@ class LanguageModel(Protocol):
     vocab: Vocabulary
     caps: Capabilities
     unsettled: Tree | None = None
-    """The tree of the last `forward_tree`, whose nodes end the state, until `keep_path`."""
+    """The last tree, whose nodes end the state, until `keep_path` or `reset`."""
 
     @property
     def n_past(self) -> int: ...
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        """Append `ids` to the state; return the last logits, `(n_logits, vocab)` float32.
+        """Append `ids`; return the logits of the last `n_logits` ids, `(n_logits, vocab)` float32.
 
         None returns logits for every id; 0 computes no logits (prefill). The caller owns the array.
-        Raises InputError (unknown id, empty ids), CapacityError (the state would exceed n_ctx).
+        Raises InputError (unknown id, empty ids), CapacityError (the state would exceed n_ctx),
+        StateError (unsettled tree).
         """
 
     def rewind(self, n: int) -> None:
@@ -101,7 +102,7 @@ class LanguageModel(Protocol):
         """Return the token ids of `text`; `special` parses control tokens and adds BOS."""
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
-        """Return the first module whose output on `ids` is NaN or Inf; "" if unknown."""
+        """Return the name of the first module that outputs NaN or Inf on `ids`; "" if unknown."""
         return ""
 
     def close(self) -> None:
@@ -119,13 +120,13 @@ class TreeModel(LanguageModel, Protocol):
     def forward_tree(self, ids: Sequence[int], tree: Tree) -> np.ndarray:
         """Append the nodes of `tree`, token `ids[i]` at node i; return `(len(ids), vocab)` float32.
 
-        A node attends to the text and its ancestors only, at position `n_past + tree.depths[i]`, as
-        in a pass over its path. Raises InputError (unknown id, unequal numbers of ids and nodes, no
-        tree support), CapacityError (the state would exceed n_ctx), StateError (unsettled tree).
+        Node i has position `n_past + tree.depths[i]`, and attends only to the text, its ancestors
+        and itself, as in a pass over its path. Raises InputError (unknown id, not one id per node,
+        no tree support), CapacityError (the state would exceed n_ctx), StateError (unsettled tree).
         """
 
     def keep_path(self, nodes: Sequence[int]) -> None:
-        """Settle the last `forward_tree`: keep a path of nodes from a root, or none; drop the rest.
+        """Settle the last `forward_tree`: keep one path from a root, or no node, and drop the rest.
 
         Afterwards the state is as if only these tokens had been processed. Raises StateError if
         there is no tree, and InputError, changing nothing, if `nodes` are not such a path.
@@ -140,7 +141,7 @@ def check_settled(model: LanguageModel) -> None:
 
 
 def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
-    """Validate the arguments of `forward_tree`. Raises as it does."""
+    """Validate the arguments of `forward_tree`, and raise its errors."""
     if not model.caps.trees:
         raise InputError(f"{model.name} cannot compute trees: {model.caps.trees_reason}")
     check_forward(model, ids, None)
@@ -150,7 +151,7 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
-    """Return `nodes` as a list if they are a path of the last tree. Raises as `keep_path` does."""
+    """Return `nodes` as a list if they are a path of the last tree; raise as `keep_path` does."""
     if (tree := model.unsettled) is None:
         reason = "needs a tree, and there is none to settle: call forward_tree first"
         raise StateError(f"keep_path of {model.name} {reason}")

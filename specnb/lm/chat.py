@@ -8,11 +8,11 @@ from specnb.errors import InputError
 from specnb.lm.vocab import Vocabulary
 
 MAX_S = 5
-"""Most seconds of CPU time for a template; those of models take milliseconds."""
+"""Maximum CPU time of a template, in seconds; typical templates take milliseconds."""
 
 
 def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str:
-    """Return the text of `messages` (role and content) up to the start of the assistant's answer.
+    """Render `messages` (role and content) as text, up to the start of the assistant's answer.
 
     A template is part of a downloaded model, so it runs in transformers' sandbox. Raises InputError
     if the model has no chat template, and if the template fails, rejects the messages or exceeds
@@ -28,7 +28,7 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     end = time.thread_time() + MAX_S
 
     def check(frame, *_event):
-        """Trace function: Python calls it in this thread at each call and each line of a template.
+        """Trace function, which Python calls in this thread at each call and template line.
 
         A single long operation, such as `9 ** 9 ** 9`, is not interrupted.
         """

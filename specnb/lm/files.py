@@ -8,7 +8,7 @@ model.gguf   model.gguf?backend=hf  a file, in llama.cpp or in torch
 ./folder     hf:ORG/NAME            transformers
 hf:ORG/NAME-GGUF:Q4_K_M             a GGUF on a hub, by type, or hf:ORG/NAME/FILE.gguf, in llama.cpp
 ./folder?backend=llama&weights=f32  folder.f16.gguf next to it, or a float32 copy, in llama.cpp
-tiny-hybrid                         a model of the checkout (a folder in data/models, and its GGUF)
+tiny-hybrid                         a model in the checkout (a folder in data/models, and its GGUF)
 
 Requantizing does not undo the rounding of the shipped file: `:f16` and the model in torch have the
 weights of the Q4_1 file, not the original training weights.
@@ -33,15 +33,16 @@ from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
 WIDE = ("f32", "f16", "bf16")
-"""Types of copies that store the shipped weights dequantized."""
+"""Types of copies with dequantized weights."""
 WIDTHS = {"float32": 4, "f32": 4}
-"""Bytes per value; 2 in all other types."""
+"""Bytes per value; all other types have 2."""
 
 
 class ModelSpec(NamedTuple):
-    """A parsed model name: its place (`zoo`, `gguf`, `hub` or `hf`), engine and options.
+    """A parsed model name: its kind of source, its engine and its options.
 
-    `text` is the name with all options, also those from keywords; `dtype=auto` is resolved.
+    `where` is `zoo`, `gguf`, `hub` (a GGUF) or `hf` (transformers). `text` includes the keyword
+    options; `dtype=auto` is resolved.
     """
 
     text: str
@@ -52,7 +53,7 @@ class ModelSpec(NamedTuple):
 
     @property
     def engine(self) -> type:
-        """The class that opens the model; imported on use: each engine works without the other."""
+        """The class that opens the model, imported on use: each engine works without the other."""
         return resolve(ENGINES[self.backend])
 
     @property
@@ -78,7 +79,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
     backend = chosen or ("hf" if where == "hf" else "llama")
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
-        remedy = f"add the type of the file, {source}:Q4_K_M"
+        remedy = f"add the file type, {source}:Q4_K_M"
         raise InputError(f"{name!r} is on a hub, expected a GGUF for llama.cpp: {remedy}")
     keys = list(options)
     if backend == "hf":
@@ -93,7 +94,7 @@ def parse(name: str, **options: Any) -> ModelSpec:
 
 
 def _where(source: str) -> str:
-    """Return the kind of source that a name means, see `ModelSpec`."""
+    """Return the kind of source of a model name (see `ModelSpec`)."""
     if is_zoo_name(source):
         find_entry(source)  # checks the type
         return "zoo"
@@ -109,7 +110,7 @@ def _where(source: str) -> str:
         expected = "expected a .gguf file or the folder of a transformers model"
         raise InputError(f"got the file {source}, {expected}")
     if "/" in source or "\\" in source:
-        hint = "the name of a file ends in .gguf, a model on a hub is hf:ORG/NAME"
+        hint = "a file name ends in .gguf, a model on a hub is named hf:ORG/NAME"
         if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
             hint = f"did you mean hf:{source}?"
         raise InputError(f"no such folder: {source}: {hint}")
@@ -120,13 +121,13 @@ def _unknown(name: str) -> InputError:
     """Return the error for an unknown model, with similar names and the list of all names."""
     names = [*ENTRIES, *embedded_names(), *DRAFTERS]
     similar = did_you_mean(name.lower().partition(":")[0], names)
-    return InputError(f"unknown model in {name!r}: {similar}there are {', '.join(names)}")
+    return InputError(f"unknown model in {name!r}: {similar}choose from {', '.join(names)}")
 
 
 def choose_dtype(device: str, *, four_bits: bool) -> str:
     """Return torch's type for `dtype=auto`: int4 for 4-bit files if fastest, else `auto_dtype`.
 
-    The first call on a CPU measures that for half a second (`lm.hf.int4.is_fastest`).
+    On a CPU, the first call runs a benchmark of half a second (`lm.hf.int4.is_fastest`).
     """
     wide = auto_dtype(device)
     if device == "cpu" and four_bits:
@@ -137,7 +138,7 @@ def choose_dtype(device: str, *, four_bits: bool) -> str:
 
 
 def is_four_bits(source: str, where: str) -> bool:
-    """Return whether a name means a 4-bit GGUF, by its type in the zoo or in the file name.
+    """Return whether a name refers to a 4-bit GGUF, by its type in the zoo or in the file name.
 
     >>> is_four_bits("smollm2-135m", "zoo"), is_four_bits("m-Q4_K_M.gguf", "gguf"), is_four_bits("m.F16.gguf", "gguf")
     (True, True, False)
@@ -150,7 +151,7 @@ def is_four_bits(source: str, where: str) -> bool:
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
-    """Return the options converted to the types of the engine's `open`; in a name they are strings.
+    """Convert the options, which are strings in a name, to the parameter types of `engine.open`.
 
     Raises InputError for an unknown option, and for a value out of range.
     """
@@ -166,7 +167,7 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
 
 
 def expand_home(path: str | Path) -> Path:
-    """Return `path` with ~ expanded; the ~ of an unknown user remains."""
+    """Return `path` with ~ expanded, except the ~ of an unknown user."""
     return Path(os.path.expanduser(path))  # noqa: PTH111 - Path.expanduser raises for it
 
 
@@ -202,12 +203,12 @@ ENTRIES = {
 
 
 def is_zoo_name(text: str) -> bool:
-    """Return whether `text` names a model of the zoo; `find_entry` checks a type after a colon."""
+    """Return whether `text` names a zoo model; `find_entry` checks a type after the colon."""
     return text.partition(":")[0].lower() in ENTRIES
 
 
 def find_entry(name: str) -> tuple[ZooEntry, str | None]:
-    """Return the entry and the type of the copy, None for the shipped file and its type.
+    """Return the entry of a zoo name and the type of the copy (None: the shipped file).
 
     Raises InputError for an unknown name or type.
     """
@@ -221,13 +222,13 @@ def find_entry(name: str) -> tuple[ZooEntry, str | None]:
 
 
 def without_wide_type(name: str) -> str:
-    """Return the smallest file with the weights of `name`: the shipped one for types of WIDE."""
+    """Return the name of the smallest file with these weights: the shipped one for WIDE types."""
     entry, kind = find_entry(name)
     return entry.name if kind in (None, *WIDE) else f"{entry.name}:{kind}"
 
 
 def weights_origin(name: str) -> str | None:
-    """Return the origin of a model's weights and the KL divergence by rounding; None if unknown."""
+    """Return the origin of a model's weights, and their KL divergence if known; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
         rounded = "dtype=int4" in name and not source.endswith(".gguf")
@@ -246,7 +247,8 @@ def weights_origin(name: str) -> str | None:
 def zoo_file(name: str) -> Path:
     """Return the local GGUF file of a zoo name; download and requantize it if it is missing.
 
-    Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not writable).
+    Raises InputError (unknown name), FetchError (no network, wrong digest, disk full or not
+    writable).
     """
     entry, kind = find_entry(name)
     if kind is None:
@@ -259,12 +261,12 @@ def zoo_file(name: str) -> Path:
 
 
 def _requantize(source: Path, kind: str, dest: Path) -> None:
-    from specnb.lm.gguf import binding  # models in torch do without llama.cpp
+    from specnb.lm.gguf import binding  # torch models do not need llama.cpp
 
     binding.requantize(source, dest, kind)
 
 
-# ---- models of the checkout
+# ---- models in the checkout
 
 
 def embedded_root() -> Path:
@@ -289,11 +291,11 @@ def find_file(source: str) -> Path:
     return file
 
 
-# ---- what engines open
+# ---- files for the engines
 
 
 def prepare(spec: ModelSpec) -> Path:
-    """Return what the engine opens: a GGUF for llama.cpp, a folder or a hub id for torch."""
+    """Return the path for the engine: a GGUF, or for torch a folder or hub id."""
     if (file := local_file(spec)) is None:
         return local_folder(spec.source)
     if spec.keeps_blocks:
@@ -304,7 +306,7 @@ def prepare(spec: ModelSpec) -> Path:
 
 
 def local_file(spec: ModelSpec) -> Path | None:
-    """Return the GGUF of a name, downloaded or requantized if needed; None for transformers models.
+    """Return the GGUF of a name, downloaded or requantized if needed; None for other models.
 
     Raises as `zoo_file`, `from_hub`, `find_file` and `folder_gguf` do.
     """
@@ -321,9 +323,10 @@ def local_file(spec: ModelSpec) -> Path | None:
 
 
 def weights_bytes(spec: ModelSpec) -> int:
-    """Return the bytes of an opened model's weights, from name and files; 0 for a hub id.
+    """Return the size in bytes of a model's weights after loading; 0 if unknown (a hub id).
 
-    A GGUF in torch counts with the size of its file, although it may become larger.
+    For a GGUF outside the zoo, returns the file size, although torch may use more memory. Downloads
+    a GGUF on a hub.
     """
     if spec.where in ("gguf", "hub"):
         return sum(map(size_of, gguf_parts(local_file(spec))))
@@ -342,7 +345,8 @@ def weights_bytes(spec: ModelSpec) -> int:
 def name_copy(name: str, kind: str) -> str:
     """Return the name of a copy of a GGUF with weights of `kind` (see `gguf.binding.FILE_TYPES`).
 
-    Creates the copy if needed. Raises LoadError or FetchError if it cannot be written.
+    Copies of zoo models are created on loading, others now. Raises LoadError or FetchError if a
+    copy cannot be written.
     """
     spec = parse(name)
     if spec.where == "zoo" and (entry := find_entry(spec.source)[0]).derived_bytes:
@@ -360,7 +364,7 @@ def copy_once(file: Path, kind: str) -> Path:
 def folder_gguf(folder: Path, kind: str) -> Path:
     """Return the GGUF next to a transformers folder, NAME.f16.gguf, or its float32 copy.
 
-    Raises InputError if it does not exist, and if `kind` is not f16 or f32.
+    Raises InputError if the f16 file does not exist, or if `kind` is not f16 or f32.
     """
     require_known("type of weights", kind, ("f16", "f32"))
     folder = folder.resolve()
@@ -394,7 +398,7 @@ class ZooStatus:
 
 
 def status() -> list[ZooStatus]:
-    """List the zoo, including copies, and the checkout; opens and downloads nothing."""
+    """List zoo models with their copies, and embedded models; open and download nothing."""
     rows = []
     for entry in ENTRIES.values():
         for kind in (None, *entry.derived_bytes):

@@ -25,7 +25,7 @@ def load(name_or_path: str | Path, **options: Any) -> LanguageModel:
 
 
 def checked_name(name: str) -> None:
-    """Check a name as `load` does, and that the file exists, but read no weights."""
+    """Check a name as `load` does, and that a .gguf file exists, without reading weights."""
     spec = parse(name)
     if spec.where == "gguf":
         find_file(spec.source)
@@ -33,10 +33,10 @@ def checked_name(name: str) -> None:
 
 
 def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str | None, str | None]:
-    """Return `draft`, or None and the reason if target and draft do not fit in memory together.
+    """Return `(draft, None)`, or `(None, reason)` if target and draft do not both fit in memory.
 
-    Call it before either is loaded: the mapped file pages of an open model count as free memory. It
-    counts weights and a margin on each named device; the state is checked when a model is opened.
+    Call this before either is loaded: the mapped file pages of an open model count as free memory.
+    It checks the weights plus a margin on each device; the state is checked when a model is opened.
     Drafters without a model always fit. With `strict`, raises MemoryShortError instead.
     """
     if draft in DRAFTERS:

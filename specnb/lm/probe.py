@@ -1,4 +1,4 @@
-"""Checks of an opened model: cached state, exact rollback, and equal bits at all widths of a pass.
+"""Checks of an opened model: cached state, exact rollback, and equal bits at all pass widths.
 
 Each check runs a few tokens, compares logits, and leaves the state empty.
 """
@@ -19,35 +19,35 @@ from specnb.lm.tree import Tree
 from specnb.machine import cpuinfo
 
 TOLERANCE = {True: 0.001, False: 0.1}
-"""Relative error of a row that rounding may cause, if float32 or not; a lost state causes more."""
+"""Largest relative error of a row by rounding, in float32 or not; a lost state causes more."""
 STEP_TOLERANCE = {True: 5e-5, False: 0.1}
-"""The same for single steps over COMPARED tokens: rounding causes 5e-6, other formulas 1e-4."""
+"""The same for single steps over COMPARED tokens: rounding causes 5e-6, another formula 1e-4."""
 STEP_LIMIT = 0.1
-"""Largest relative error of single steps that continue the state, but by another computation."""
+"""Largest relative error of single steps that continue the state with another formula."""
 COMPARED = 32
 PROBED_WIDTHS = (2, 3, 4, 7, 8, 9, 14, 17, 33, 64)
-"""Widths that are compared with single steps: near every kernel's limits, with partial vectors."""
+"""Widths to compare with single steps: near all kernels' limits, and with partial vectors."""
 PROBED_STEPS = 16
 PROBED_PAST = 504
-"""Tokens before the probe; from here on, torch's bfloat16 bits depend on the thread count."""
+"""Tokens before the probe; from here on, bfloat16 bits in torch depend on the thread count."""
 KERNEL_VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "ATEN_CPU_CAPABILITY",
     "MKL_ENABLE_INSTRUCTIONS",
     "MKL_CBWR",
 )
-"""Environment variables that select other kernels."""
+"""Environment variables that change the choice of kernels."""
 REWIND_WIDTH = 4
 PAST = 3
 PROBE = Tree((-1, -1, -1, -1, -1, 4, 0, 5))
-"""A tree whose nodes' indices are far from their depths."""
+"""A tree in which the indices of nodes differ widely from their depths."""
 DROPPED = PROBE.path(6)
 WALKED = PROBE.path(7)
 Steps = Literal["blocks", "later", "single"]
 
 
 def kernel_facts() -> list[Any]:
-    """Return what selects the kernels: the CPU, its instruction sets, and KERNEL_VARIABLES."""
+    """Return what determines the kernels: the CPU, its instruction sets, and KERNEL_VARIABLES."""
     cpu, flags = cpuinfo()
     return [cpu, sorted(flags), {name: os.environ.get(name) for name in KERNEL_VARIABLES}]
 
@@ -58,7 +58,7 @@ def probe_ids(vocab_size: int, n: int) -> list[int]:
 
 
 def rows_distance(rows: np.ndarray, whole: np.ndarray) -> float:
-    """Return the median of |row - whole row| / |whole row - its mean|, `(n, vocab)` each.
+    """Return the median over rows of |rows - whole| / |whole - mean of whole|; both `(n, vocab)`.
 
     The median ignores single rows in which an expert router changed its decision.
     """
@@ -68,7 +68,7 @@ def rows_distance(rows: np.ndarray, whole: np.ndarray) -> float:
 
 
 def _same_rows(model: LanguageModel, rows: np.ndarray, expected: np.ndarray) -> bool:
-    """Return whether rows differ by rounding only; True if there is nothing to compare (NaN)."""
+    """Return whether rows differ by rounding only; True if `expected` is not finite."""
     tolerance = TOLERANCE[model.caps.lossless_dtype]
     return not np.isfinite(expected).all() or rows_distance(rows, expected) < tolerance
 
@@ -76,7 +76,7 @@ def _same_rows(model: LanguageModel, rows: np.ndarray, expected: np.ndarray) -> 
 def probe_steps(model: LanguageModel) -> Steps:
     """Return how tokens must be fed so that blocks and single steps agree.
 
-    "blocks": in any way. "later": one at a time after a first block, because blocks ignore the
+    "blocks": in any widths. "later": one at a time after the first block, because blocks ignore the
     current state. "single": always one at a time, because single steps and blocks compute
     differently (Zamba2 and Nemotron-H clamp the time step in blocks only). Raises LoadError if
     single steps do not continue the state either (as in an encoder, which attends to future
@@ -88,7 +88,7 @@ def probe_steps(model: LanguageModel) -> Steps:
     try:
         whole = _last_rows(model, [ids], half)
         if not np.isfinite(whole).all():
-            return "later"  # nothing to compare; generation reports the module that returns NaN
+            return "later"  # cannot compare; generation reports the module that returns NaN
         blocks = rows_distance(_last_rows(model, [ids[:half], ids[half:]], half), whole)
         single = rows_distance(_last_rows(model, [[token] for token in ids], half), whole)
     except Exception as error:
@@ -109,7 +109,7 @@ def certify(
     widths: Iterable[int] = PROBED_WIDTHS,
     n_steps: int = PROBED_STEPS,
 ) -> int:
-    """Return the largest of `widths` up to which passes equal single steps bit by bit; else 0.
+    """Return the largest of `widths` up to which passes are bit-identical to single steps, or 0.
 
     Compares `n_steps` rows with as many single steps after PROBED_PAST tokens. Wide passes cross a
     multiple of 64 positions. Leaves the state empty.
@@ -130,7 +130,7 @@ def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, p
     model.rewind(len(steps))
     widest = 0
     for width in widths:
-        fed = ids[past : past + max(width, n_steps)]  # several narrow passes: two rows prove little
+        fed = ids[past : past + max(width, n_steps)]  # several narrow passes: two rows are too few
         rows = [model.forward(fed[start : start + width]) for start in range(0, len(fed), width)]
         model.rewind(len(fed))
         if not np.array_equal(np.concatenate(rows)[:n_steps], steps):
@@ -141,7 +141,7 @@ def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, p
 
 
 class Certificate(NamedTuple):
-    """The smallest width over all numbers of threads, and whether all of them give equal bits."""
+    """The smallest width over all thread counts, and whether bits are equal for all of them."""
 
     width: int
     any_threads: bool
@@ -157,8 +157,8 @@ def certified(
 ) -> Certificate:
     """Run `certify` with each of `counts` threads, or return the cached result.
 
-    The cache key is the CPU and `facts`: the engine's build, and the model's shapes, types and
-    rules. The model continues with the last of `counts` threads.
+    The cache key has the CPU, `counts` and `facts`: the engine's build, and the model's shapes,
+    types and settings. Probing leaves the model with the last of `counts` threads.
     """
     facts |= {"cpu": kernel_facts(), "n_ctx": model.caps.n_ctx, "schema": 3, "past": past}
 
@@ -174,9 +174,9 @@ def certified(
 
 
 def probed_once(kind: str, key: Any, probe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON object of `probe`, cached on disk by `key`.
+    """Return the result of `probe`, a JSON object, cached on disk under `key`.
 
-    `probe` is called again if the file is damaged, and each time without a writable cache.
+    `probe` is called again if the file is damaged, and every time if the cache is not writable.
     """
     file = cache_dir() / kind / digest(key)
     with contextlib.suppress(InputError):
@@ -188,7 +188,7 @@ def probed_once(kind: str, key: Any, probe: Callable[[], dict[str, Any]]) -> dic
 
 
 def probe_rewind(model: LanguageModel) -> bool:
-    """Return whether rewinding a block, and single steps, restores the earlier state."""
+    """Return whether `rewind` restores the earlier state, after a block and after single steps."""
     width = min(REWIND_WIDTH, (model.caps.n_ctx - 1) // 3)
     if width < 1:
         return True
@@ -208,7 +208,7 @@ def probe_rewind(model: LanguageModel) -> bool:
 
 
 def probe_trees(model: TreeModel) -> str:
-    """Return why `model` cannot run trees; "" if all logits are those of the nodes' paths."""
+    """Return why `model` cannot run trees; "" if each node has the logits of its path."""
     if model.caps.n_ctx < PAST + len(PROBE):  # too short for the probe
         return ""
     ids = probe_ids(model.vocab.size, PAST + len(PROBE) + 1)
@@ -225,7 +225,7 @@ def probe_trees(model: TreeModel) -> str:
         dropped = model.forward([nodes[i] for i in DROPPED])
         model.rewind(len(DROPPED))
         expected = [dropped, model.forward([nodes[i] for i in WALKED]), model.forward(after)]
-    except Exception as error:  # the family may not accept such a mask
+    except Exception as error:  # the family may not accept a tree mask
         return f"a tree fails: {error}"
     finally:
         model.reset()

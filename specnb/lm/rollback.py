@@ -1,10 +1,10 @@
-"""Rollback strategies: return a model's state exactly to an earlier token, one class per strategy.
+"""Rollback strategies: restore a model's exact state after an earlier token.
 
 A KV cache is rolled back by cropping its last n entries. A recurrent state is one tensor that every
 token overwrites, so rollback costs memory, forward passes, or both (measured in notebook 04):
 
     crop         attention only: drop entries
-    snapshots    save the state after every token since the boundary; rollback selects one of them
+    snapshots    save the state after every token since the boundary; rollback selects one
     replay       save the state at the boundary and the inputs of the recurrence since (Snakes and
                  Ladders, ENLSP 2024); rollback runs only the recurrence over the accepted tokens
     fused        save one state; the next forward pass repeats the accepted tokens, without logits
@@ -14,8 +14,8 @@ token overwrites, so rollback costs memory, forward passes, or both (measured in
 
 The *boundary* is the position of the last call of `rewind` (also of 0 tokens). Speculative decoding
 calls it once per round, so tokens before the boundary are final and tokens after it may be rolled
-back. Every strategy can roll back any number of tokens; beyond what it saved, it processes the
-tokens again from the start, which `RewindCost` counts.
+back. Every strategy can roll back any number of tokens; before its earliest saved state, it
+processes the tokens again from the start, which `RewindCost` counts.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,20 +38,20 @@ DEPTH = 32
 """Default number of tokens that recorders can roll back."""
 
 SETTLE_AT = 3
-"""Most pending tokens that a fused replay adds to each forward pass. If a row costs
+"""Maximum number of pending tokens that a fused replay adds to a forward pass. If a row costs
 r = T(n + 1)/T(1) - T(n)/T(1), more than about sqrt(2 / r) of them (3 at r = 0.2) cost more than one
 separate pass."""
 
 
 class Saved(Protocol):
-    """A copy of a state's recurrent part after `n_tokens` tokens, without attention entries."""
+    """A copy of the recurrent part of a state of `n_tokens` tokens, without attention entries."""
 
     n_tokens: int
     nbytes: int
 
 
 class Engine(Protocol):
-    """A state of `n_held` tokens, without a rollback strategy.
+    """An engine with a state of `n_held` tokens and no rollback strategy.
 
     `feed` appends ids and returns the logits `(rows, vocab)` of the last of them. `keep` drops the
     attention entries after the first n tokens, in every layer, and does not touch recurrent states;
@@ -77,7 +77,7 @@ class Engine(Protocol):
 
 
 class Recorder:
-    """An engine's own rollback of at most `depth` tokens, currently `reach`, using `nbytes` bytes.
+    """An engine's own rollback of up to `depth` tokens, at present `reach`, using `nbytes` bytes.
 
     If `spans_forwards`, it covers several forward passes, and `base` is the state before the first
     of them. If not, it covers only the last forward pass.
@@ -105,7 +105,7 @@ class Recorder:
 
 @dataclass
 class RewindCost:
-    """The cost of rollback since the last reset: calls of `save` and `restore`, then tokens."""
+    """Rollback cost since the last reset: checkpoints saved and restored, then tokens."""
 
     n_saved: int = 0
     n_restored: int = 0
@@ -152,7 +152,7 @@ class Rollback:
 
 
 class Recompute(Rollback):
-    """Process everything again. Uses no memory and costs one prefill per round."""
+    """Process all tokens again. Uses no memory and costs one prefill per round."""
 
     kind = "recompute"
 
@@ -166,13 +166,13 @@ class Recompute(Rollback):
 
     def forward(self, ids, rows):
         self._prepare(len(ids))
-        pending = self._tokens[self._engine.n_held :]  # only a fused replay leaves any
+        pending = self._tokens[self._engine.n_held :]  # only FusedReplay leaves any
         logits = self._engine.feed([*pending, *ids], rows)
         self._tokens.extend(ids)
         return logits
 
     def _prepare(self, n: int) -> None:
-        """Save what a rollback of the next `n` tokens needs."""
+        """Prepare for a rollback of the next `n` tokens."""
 
     def rewind(self, n):
         if n:
@@ -246,7 +246,7 @@ class Checkpoint(Recompute):
 
 
 class FusedReplay(Checkpoint):
-    """Restore, then process [accepted, correction, new drafts] in ONE forward pass.
+    """Restore, then process [accepted tokens, correction, new draft] in ONE forward pass.
 
     If more than SETTLE_AT tokens follow the saved state, process them alone and save a new state.
     """
@@ -268,7 +268,7 @@ class FusedReplay(Checkpoint):
 
 
 class Recorded(Checkpoint):
-    """`snapshots` and `replay`: the engine's recorder within its reach, else the saved state."""
+    """`snapshots` and `replay`: use the engine's recorder within its reach, else a checkpoint."""
 
     def __init__(self, engine: Engine, recorder: Recorder, kind: str) -> None:
         super().__init__(engine)
@@ -285,13 +285,13 @@ class Recorded(Checkpoint):
             if self._recorder.spans_forwards:
                 self._record(n)
             # Save the state before `n` tokens move it out of the recorder's reach. After the first
-            # pass the boundary is already lost, and the end of that pass is saved instead.
+            # pass, that is no longer the state at the boundary.
             elif self._at_boundary and (self._n_passes or n > self._recorder.depth + 1):
                 self._save()
         self._n_passes += 1
 
     def _record(self, n: int) -> None:
-        """Record the next `n` tokens, or keep a checkpoint if they exceed the recorder's depth."""
+        """Record the next `n` tokens, or use a checkpoint if they exceed the recorder's depth."""
         recorder = self._recorder
         if self._at_boundary:
             recorder.begin()
@@ -331,17 +331,17 @@ RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
 
 class RewindableModel(LanguageModel):
-    """Base of both engines' models: the state is in `_engine` (None if closed)."""
+    """Base class of both engines' models. `_engine` holds the state (None after `close`)."""
 
     rollback: Rollback
     """The rollback strategy and its cost so far."""
     preferred: Sequence[str]
     """Strategies for recurrent models, in the order in which they are tried."""
     pace: ThreadPace | None = None
-    """Adapts the number of threads to the free cores; None if the user set it, and on a GPU."""
+    """Adapts the number of threads to the free cores; None if there is only one candidate."""
 
     def _follow_cores(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
-        """Adapt the threads to the free cores, among `counts`; `caps.details` report how."""
+        """Let the thread count follow the free cores, within `counts`; report in `caps.details`."""
         if len(counts) == 1:
             return
         when = "within a text" if any_time else "between texts"
@@ -363,10 +363,10 @@ class RewindableModel(LanguageModel):
     ) -> None:
         """Select the strategy `kind`; with "auto", the first of `preferred` that a probe accepts.
 
-        A model that can crop is not probed. `recorders` create a strategy's recorder, or raise
-        InputError if the family or the engine has none; `afford(name)` raises MemoryShortError if
-        memory is short. Raises InputError (not for this model), MemoryShortError, LoadError (a
-        probe found it inexact).
+        With "auto", a model that can crop is not probed. `recorders` create a strategy's recorder,
+        or raise InputError if the family or the engine has none; `afford(name)` raises
+        MemoryShortError if memory is short. Raises InputError (strategy not supported),
+        MemoryShortError, LoadError (the probe failed).
         """
         engine = self._engine
         reason = self.caps.rewind_reason
@@ -389,7 +389,7 @@ class RewindableModel(LanguageModel):
                         undo.pop_all()
                         return
                     refused.append(f"{name} does not restore the earlier state")
-                except Exception as error:  # also of an unknown family, or a new engine release
+                except Exception as error:  # any class: unknown families, new engine releases
                     if kind != AUTO and isinstance(error, InputError | MemoryShortError):
                         raise
                     refused.append(f"{name} fails: {error}")
@@ -403,10 +403,10 @@ class RewindableModel(LanguageModel):
 
     @contextmanager
     def _restore_on_error(self, n: int) -> Iterator[None]:
-        """If the block fails, restore the state of the first `n` tokens, or reset it (no `crop`).
+        """If the block fails, crop the state to the first `n` tokens; without `crop`, reset it.
 
-        Layers may have processed different numbers of tokens. An engine's failure becomes an
-        EngineError.
+        Layers may have processed different numbers of tokens. Exceptions other than SpecnbError
+        become EngineError.
         """
         try:
             yield

@@ -1,7 +1,6 @@
-"""Closed-form language models with exact probabilities, for tests of decoding rules and for
-teaching.
+"""Closed-form language models with exact probabilities, for teaching and tests of decoding rules.
 
-No measurement uses them.
+They are not used in measurements.
 """
 
 from collections.abc import Callable, Iterable
@@ -81,7 +80,7 @@ class ToyLM(TreeModel):
 def markov(
     size: int, *, order: int = 1, seed: int = 0, sharpness: float = 1.5, eog: frozenset[int] = frozenset()
 ) -> ToyLM:
-    """Return a random Markov model: Gaussian logits of the next token, by the last `order` tokens.
+    """Return a random Markov model: the last `order` tokens determine the Gaussian logits.
 
     `sharpness` scales the logits: 0 gives a uniform distribution, large values a nearly
     deterministic one.

@@ -46,7 +46,7 @@ class Tree:
         return len(self.parents)
 
     def rooted(self) -> "Tree":
-        """Return the tree below a new node 0, the newest committed token."""
+        """Return the tree with a new root, node 0, for the newest committed token."""
         return Tree((COMMITTED, *(parent + 1 for parent in self.parents)))
 
     def path(self, node: int) -> list[int]:
@@ -77,7 +77,7 @@ class Tree:
 
     @cached_property
     def seen(self) -> np.ndarray:
-        """Attention mask: `seen[i, j]` if j is i or an ancestor of i. (T, T) bool, read-only."""
+        """Attention mask `(T, T)`, bool, read-only: `seen[i, j]` if j is i or an ancestor of i."""
         seen = np.eye(len(self), dtype=bool)
         for node, parent in enumerate(self.parents):
             if parent != COMMITTED:

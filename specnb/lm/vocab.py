@@ -1,6 +1,6 @@
-"""Vocabulary: the bytes of each token id, the special ids, and how tokenizer.json spells bytes.
+"""Vocabulary: the bytes of each token id, the special ids, and the encodings of tokenizer.json.
 
-Tokenization is the models' `encode`.
+To tokenize text, use `LanguageModel.encode`.
 """
 
 import json
@@ -17,10 +17,10 @@ from specnb.errors import OTHER_DRAFTERS, InputError, VocabularyMismatch
 from specnb.io import read_json, reading
 
 MAX_ID = 4_000_000
-"""Upper bound on valid ids; a larger one means that the file is damaged."""
+"""Exclusive upper bound on token ids; a file with a larger id is damaged."""
 END_KEYS = ("bos_token_id", "eos_token_id")
 ID_KEYS = (*END_KEYS, "pad_token_id", "pard_token", "ptd_token_id", "mask_token_id")
-"""Keys of a config whose ids need a row of the embedding; the last three name mask tokens."""
+"""Config keys whose ids must have an embedding row; the last three are mask tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,7 +31,7 @@ class Vocabulary:
     never returns (padding rows of the embedding) have the piece b"". `special` ids are control
     tokens: they have a piece, for comparison, but `decode` omits them. `eog` is the full set of
     end-of-generation ids. `kind` and `pre` name the tokenizer family and its pre-tokenizer if the
-    source states them.
+    source names them.
     """
 
     pieces: tuple[bytes, ...]
@@ -60,14 +60,15 @@ class Vocabulary:
         return frozenset(self.pieces)
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of one id in output: b"" for control tokens."""
+        """Return the bytes of one id in decoded text: b"" for control tokens."""
         return b"" if token in self.special else self.pieces[token]
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
+        """Return the bytes of `ids`, without control tokens."""
         return b"".join(map(self.piece, ids))
 
     def raw_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids`, including control tokens such as the turns of a chat."""
+        """Return the bytes of `ids`, including control tokens, such as chat markers."""
         return b"".join(self.pieces[token] for token in ids)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -78,11 +79,11 @@ class Vocabulary:
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (b for b in range(256) if b not in _PRINTABLE)
 ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(_OTHERS)}
-"""Byte of each letter of byte-level BPE (GPT-2); printable Latin-1 letters stand for themselves."""
+"""Byte of each character in byte-level BPE (GPT-2); printable Latin-1 stands for itself."""
 
 
 def byte_level(piece: str) -> bytes:
-    """Return the bytes of a byte-level piece; its UTF-8 text if a character stands for no byte."""
+    """Return the bytes of a byte-level piece; its UTF-8 if a character is not in ALPHABET."""
     return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
 
 
@@ -94,9 +95,9 @@ def sentencepiece(piece: str) -> bytes:
 
 
 def spell_pieces(tokenizer: dict[str, Any], names: Iterable[str | None], added: Container[int]) -> tuple[bytes, ...]:
-    """Return the bytes of all ids of a tokenizer.json, from their `names` in order.
+    """Return the bytes of all ids of a tokenizer.json; `names[i]` is the token string of id i.
 
-    A name of None becomes b"". The ids in `added` are tokens whose name is their text.
+    None becomes b"". The names of the ids in `added` (added tokens) are plain text.
     """
     steps = json.dumps([tokenizer.get("decoder"), tokenizer.get("pre_tokenizer")])
     spell = byte_level if '"ByteLevel"' in steps else sentencepiece
@@ -119,13 +120,13 @@ def kind_of(tokenizer: dict[str, Any]) -> str:
 
 
 def ids_in(value: Any) -> list[int]:
-    """Return the ids in a config field, one or a list, without -1 (first Llamas: no padding)."""
+    """Return the ids in a config field, an int or a list, without -1 (early Llamas: no padding)."""
     values = value if isinstance(value, list) else [value]
     return [i for i in values if isinstance(i, int) and i >= 0]
 
 
 def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
-    """Raise InputError if an id of ID_KEYS in `stated`, the contents of `file`, has no row."""
+    """Raise InputError if an id under ID_KEYS in `stated`, the contents of `file`, has no row."""
     for key in ID_KEYS:
         if (last := max(ids_in(stated.get(key)), default=0)) >= rows:
             reason = f"{key} is {last}, but the embedding has {rows} rows (ids from 0)"
@@ -133,7 +134,7 @@ def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
 
 
 def read_tokenizer(path: Path) -> dict[str, Any]:
-    """Return a tokenizer.json. Raises InputError for ids on which the tokenizers library aborts."""
+    """Read a tokenizer.json. Raises InputError for ids on which the tokenizers library aborts."""
     state = read_json(path)
     with reading(path):
         vocab = state["model"]["vocab"]  # a list for Unigram
@@ -159,16 +160,15 @@ def tokenizing(subject: object) -> Iterator[None]:
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
-    """Return the smallest id whose piece differs (a missing id differs from any), or None."""
+    """Return the smallest id with different pieces (or missing in one vocabulary), or None."""
     pairs = zip_longest(target.pieces, draft.pieces)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def require_same(target: Vocabulary, draft: Vocabulary, names: Sequence[str]) -> None:
-    """Raise VocabularyMismatch with the first id that differs, unless all ids have equal pieces.
+    """Raise VocabularyMismatch, naming the first id that differs, unless all pieces are equal.
 
-    Draft tokens are verified by id: one shifted id would reduce the acceptance rate to zero
-    silently.
+    Draft tokens are verified by id: shifted ids would silently reduce the acceptance rate to zero.
     """
     if (token := first_difference(target, draft)) is not None:
         texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]

@@ -1,4 +1,4 @@
 """Models in llama.cpp, through its C API: loading, forward passes and state.
 
-Only `binding` imports llama_cpp. The engine uses token ids; its vocabulary converts text.
+Only `binding` imports llama_cpp.
 """

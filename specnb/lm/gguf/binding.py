@@ -24,7 +24,7 @@ SPIN_TURNS = "10000"
 short operators of a torch model in the same process take 25 % longer; values above 10000 save no
 time."""
 ERROR = 4
-"""ggml.h's log level of errors. All other messages become DEBUG: every load prints warnings."""
+"""ggml.h's log level of errors. All other messages become DEBUG, since every load warns."""
 
 VOCAB_KINDS = {1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
@@ -36,8 +36,8 @@ FILE_TYPES = {
 
 KV_TYPES = {"f32": (0, 0, 4), "f16": (1, 1, 2), "mixed": (30, 1, 2)}
 """KV cache types: ggml's numbers for keys and values, and bytes per value. "mixed" is bf16 keys and
-f16 values: for two types, flash attention on a CPU computes all rows with one kernel; for one type,
-it has other kernels for single rows after 256 tokens, and for 64 rows or more."""
+f16 values: with two types, flash attention on a CPU computes all rows with one kernel; with one
+type, it uses other kernels for single rows after 256 tokens, and for 64 or more rows."""
 
 MAX_BATCH = 512
 
@@ -51,7 +51,7 @@ class Library(NamedTuple):
 
     def reasons(self) -> str:
         """Return the error messages since `errors` was cleared."""
-        return "; ".join(self.errors) or "it gives no reason"
+        return "; ".join(self.errors) or "no reason given"
 
 
 @cache
@@ -83,7 +83,7 @@ def load_library() -> Library:
 
 
 class FileTokenizer:
-    """llama.cpp's tokenizer of a GGUF file whose header was checked, and its `vocab`, without weights."""
+    """llama.cpp's tokenizer and `vocab` of a GGUF file with a checked header, without weights."""
 
     def __init__(self, gguf: Path) -> None:
         self.model = open_model(gguf, vocab_only=True)
@@ -95,7 +95,7 @@ class FileTokenizer:
 
 
 def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
-    """Open a file whose header was checked (llama_model_load_from_file). Raises LoadError with the reason."""
+    """Open a file with a checked header (llama_model_load_from_file). Raises LoadError."""
     lib = load_library()
     params = lib.api.llama_model_default_params()
     params.n_gpu_layers = gpu_layers
@@ -111,7 +111,7 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, rep
 def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:
     """Create a context (llama_init_from_model) for one sequence of `n_ctx` tokens.
 
-    It requests `planes` snapshots of a recurrent state, which some architectures do not support.
+    Requests `planes` snapshots of a recurrent state, which some architectures do not support.
     Raises LoadError, also for encoders.
     """
     lib = load_library()
@@ -137,7 +137,7 @@ def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_atte
 
 
 def metadata(model: object, key: str) -> str | None:
-    """Return a scalar of the GGUF header as text, or None."""
+    """Return a scalar of the GGUF header as text, or None if missing."""
     buffer = ctypes.create_string_buffer(512)
     n = load_library().api.llama_model_meta_val_str(model, key.encode(), buffer, len(buffer))
     return None if n < 0 else buffer.value.decode("utf-8", errors="replace")
@@ -179,10 +179,10 @@ def read_vocabulary(model: object) -> Vocabulary:
 
 
 def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> list[int]:
-    """Return the token ids of `text` (llama_tokenize). Raises InputError if it has none.
+    """Return the token ids of `text` (llama_tokenize). Raises InputError if it has no encoding.
 
-    If neither a character nor its bytes have tokens, some tokenizers of llama.cpp throw a C++
-    exception through the C API, which aborts the process.
+    Checks first that all characters, or their bytes, have tokens: otherwise some tokenizers of
+    llama.cpp throw a C++ exception through the C API, which aborts the process.
     """
     api = load_library().api
     try:
@@ -204,7 +204,7 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
 def requantize(source: Path, dest: Path, type_name: str) -> None:
     """Write a copy of the GGUF `source` to `dest` with weights of `type_name` (see FILE_TYPES).
 
-    The errors of a quantized source and of the new type add up. Raises LoadError.
+    The rounding errors of a quantized source and of the new type add up. Raises LoadError.
     """
     sound_header(source)
     lib = load_library()

@@ -1,7 +1,7 @@
 """The header of a GGUF file: key-value pairs and tensors (format: ggml/docs/gguf.md).
 
-Reads versions 2 and 3, little endian, also from a file that is truncated after the header. For
-150,000 tokens it takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects
+Reads little-endian files of versions 2 and 3, even if truncated after the header. For 150,000
+tokens this takes 0.2 s and 20 MB; `gguf.GGUFReader` takes 10 s and 490 MB more, and rejects
 truncated files.
 """
 
@@ -20,7 +20,7 @@ from specnb.io import reading, regular_stat
 STRING = 8
 ARRAY = 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""struct format of each GGUF value type of fixed width."""
+"""struct format of each fixed-width GGUF value type."""
 
 ARCHITECTURE = "general.architecture"
 MODEL = "tokenizer.ggml.model"
@@ -36,10 +36,10 @@ BYTE_TEXT = re.compile(rb"<0x[0-9A-F]{2}>")
 
 
 class Header(NamedTuple):
-    """The header of a GGUF file. `packed` holds the bytes of each key-value pair.
+    """The header of a GGUF file. `packed` holds the encoded bytes of each key-value pair.
 
     `shapes` are the tensors' shapes by name, fastest dimension first; `places` their types and
-    offsets.
+    byte offsets.
     """
 
     path: Path
@@ -59,7 +59,7 @@ class Header(NamedTuple):
         return kind, np.memmap(self.path, np.uint8, "r", start, shape)
 
     def get(self, key: str, kind: type, default: Any = None) -> Any:
-        """Return the value of `key`, or `default`. Raises InputError for another type."""
+        """Return the value of `key`, or `default`. Raises InputError if its type is not `kind`."""
         value = self.values.get(key)
         if value is not None and type(value) is not kind:
             raise self.fault(key, value, f"expected {kind.__name__}")
@@ -72,7 +72,7 @@ class Header(NamedTuple):
 
 
 def read_header(path: Path) -> Header:
-    """Return the header of a file after a check for values on which llama.cpp aborts.
+    """Read the header of a file, and check it for values on which llama.cpp aborts.
 
     Raises InputError with the file, the key and the value.
     """
@@ -112,7 +112,7 @@ def _check_sizes(header: Header) -> None:
     checked("nextn_predict_layers", 0, layers)
     experts = checked("expert_count", 0, 1024)  # LLAMA_MAX_EXPERTS
     checked("expert_group_count", 0, max(experts - 1, 0))
-    if not architecture.startswith("hunyuan"):  # there, one expert means a dense model
+    if not architecture.startswith("hunyuan"):  # Hunyuan states one expert for a dense model
         checked("expert_used_count", min(experts, 1), experts)
     checked("attention.layer_norm_epsilon", 0, 1)
     checked("attention.layer_norm_rms_epsilon", 0, 1)
@@ -130,7 +130,7 @@ def _check_tokens(header: Header) -> None:
     counts[b""] = 1  # empty texts may repeat
     (text, n), *_ = counts.most_common(1)
     if n > 1:
-        raise header.fault(TOKENS, text, "expected unique texts, two tokens have this one")
+        raise header.fault(TOKENS, text, "expected unique texts, but several tokens have this one")
     header.get(MERGES, list)
     for key, dtype in ((TYPES, np.int32), ("tokenizer.ggml.scores", np.float32)):
         stored = header.get(key, np.ndarray)

@@ -1,7 +1,7 @@
 """A GGUF model in llama.cpp, through the low-level bindings.
 
-llama.cpp uses other kernels for one token than for several, so the bits of a token's logits depend
-on the width of the forward pass; `exact` selects settings that avoid this. All arguments are
+llama.cpp uses different kernels for one token and for several, so the bits of a token's logits
+depend on the width of the forward pass; `exact` selects settings that avoid this. All arguments are
 checked before a call, because a failed GGML_ASSERT ends the process (and the notebook's kernel),
 and because `llama_memory_seq_rm` may return True although it fails: see `PlaneRecorder`.
 """
@@ -44,12 +44,12 @@ DEPTH = 16
 """Default number of planes (state snapshots). With 20, llama.cpp's graph is too small for LFM2."""
 
 PARTIAL_ONLY = 1
-"""LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, without the attention entries."""
+"""LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY: the recurrent part of a state, no attention entries."""
 
 PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at least 8": 8}
-"""Padding modes, cheapest first, and the minimum number of tokens per forward pass."""
+"""Minimum number of tokens per forward pass, by padding mode, cheapest first."""
 ROOM = max(PADDINGS.values())
-"""Extra tokens of context for padding."""
+"""Extra context for padding, in tokens."""
 RECURRENT_KEYS = (".ssm.state_size", ".ssm.conv_kernel", ".wkv.head_size", ".shortconv.l_cache", ".kda.head_dim")
 """Suffixes of header keys of recurrent layers (`llama-arch.cpp`: LLM_KV_SSM_…, LLM_KV_WKV_…)."""
 PAST = 255
@@ -58,10 +58,10 @@ PAST = 255
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings to open a file: the options of `GgufModel.open`, completed after loading.
+    """Settings for opening a file: the options of `GgufModel.open`, completed after loading.
 
-    `counts` are the candidate numbers of threads; `paddings` the keys of PADDINGS to try for equal
-    bits at all widths, none for the fastest settings.
+    `counts` are the candidate numbers of threads. `paddings` are the keys of PADDINGS to try for
+    equal bits at all widths (none: the fastest settings).
     """
 
     n_ctx: int
@@ -76,11 +76,11 @@ class Plan:
 
     @property
     def room(self) -> int:
-        """Tokens of context, including padding."""
+        """Length of the context in tokens, including padding."""
         return self.n_ctx + ROOM
 
     def completed(self, model: object) -> "Plan":
-        """Return the plan with this model's defaults."""
+        """Return the plan with this model's defaults for unset options."""
         dtype = file_type(model)
         paddings = () if is_recurrent(model) else self.paddings
         # flash attention rounds to 16 bits internally, for all cache types
@@ -95,7 +95,7 @@ class Plan:
     def affordable_planes(self, model: object, name: str) -> int:
         """Return the number of planes to request; 0 if memory is short and `rollback` is "auto".
 
-        Raises InputError for a strategy or depth that llama.cpp does not support, MemoryShortError.
+        Raises MemoryShortError, and InputError for an unsupported strategy or depth.
         """
         planes = self._planes(model)
         try:
@@ -110,12 +110,12 @@ class Plan:
     def _planes(self, model: object) -> int:
         if self.rollback == "replay":
             remedy = "use ?backend=hf, or rollback=snapshots"
-            raise InputError(f"rollback=replay needs inputs that llama.cpp does not show: {remedy}")
+            raise InputError(f"rollback=replay needs inputs that llama.cpp does not expose: {remedy}")
         if self.rollback not in (AUTO, "snapshots") or not is_recurrent(model):
             return 0
         if self.depth > DEPTH and (binding.metadata(model, ARCHITECTURE) or "").startswith("lfm2"):
             raise InputError(f"rollback_depth is {self.depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
-        return min(self.depth, max(0, min(MAX_BATCH, self.room) - 2))  # more fail a GGML_ASSERT
+        return min(self.depth, max(0, min(MAX_BATCH, self.room) - 2))  # more would fail a GGML_ASSERT
 
 
 class GgufModel(RewindableModel):
@@ -130,7 +130,7 @@ class GgufModel(RewindableModel):
         self._model = model
         self._context = context
         self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
-        # a notebook cell that runs again drops its model without closing it
+        # rerunning a notebook cell drops its model without closing it
         self._free = weakref.finalize(self, _free, context, model)
         self._free.atexit = False
         self.rollback = Recompute(self._engine)
@@ -149,14 +149,14 @@ class GgufModel(RewindableModel):
         rollback: RollbackKind = AUTO,
         rollback_depth: RollbackDepth = DEPTH,
     ) -> "GgufModel":
-        """Open a GGUF file. llama.cpp sets the upper limits of options, and crashes beyond them.
+        """Open a GGUF file. Beyond the upper limits of the options, llama.cpp crashes.
 
         Args:
-            n_ctx: tokens of context (0: the model's limit, at most 4096).
-            threads: 0 for the available physical cores, fewer while other processes use some.
+            n_ctx: context length in tokens (0: the model's limit, at most 4096).
+            threads: 0 for all available physical cores, fewer while other processes use some.
             kv: type of the KV cache, f32, f16 or mixed ("": f32 for float32 weights, mixed for
-                flash attention, else f16).
-            gpu_layers: layers on the GPU; llama.cpp checks its memory.
+                flash attention on a CPU, else f16).
+            gpu_layers: layers on the GPU; llama.cpp checks the GPU's memory.
             exact: whether logits must be bit-identical at all widths of a forward pass, as a probe
                 certifies: "auto" if that is nearly free (flash attention, weights not repacked),
                 "true" also with padding, "false" never.
@@ -173,7 +173,7 @@ class GgufModel(RewindableModel):
             raise InputError(f"gpu_layers is {gpu_layers}, but {reason}")
         n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(n_bytes, name=name)
-        # forward passes of a recurrent model cannot be padded, and are not probed
+        # passes of a recurrent model cannot be padded, and are not probed
         certifiable = not states_recurrence(sound_header(path)) and exact != "false"
         plan = Plan(
             n_ctx=n_ctx,
@@ -197,7 +197,7 @@ class GgufModel(RewindableModel):
         """Open a file according to `plan`; certify it if the plan has paddings."""
         api = binding.load_library().api
         with ExitStack() as undo:
-            # 1. weights: repacked weights are faster, but round depending on the width of a pass
+            # 1. weights: repacked ones are faster, but their rounding depends on the pass width
             model = binding.open_model(path, plan.gpu_layers, repack=not plan.paddings)
             undo.callback(api.llama_model_free, model)
             # 2. context, with room for padding and snapshots
@@ -269,7 +269,7 @@ def _free(context: object, model: object) -> None:
 
 
 def _capabilities(model: object, context: object, plan: Plan) -> Capabilities:
-    """Return the capabilities of a context before rollback and certificate are determined."""
+    """Return the capabilities of a context, without rollback and certificate."""
     api = binding.load_library().api
     reason = "it has recurrent layers, whose state cannot be cropped" if is_recurrent(model) else ""
     dtype = file_type(model)
@@ -277,7 +277,7 @@ def _capabilities(model: object, context: object, plan: Plan) -> Capabilities:
         engine="llama.cpp",
         device="gpu" if plan.gpu_layers else "cpu",
         dtype=dtype,
-        n_ctx=plan.n_ctx,  # llama.cpp rounds a context up
+        n_ctx=plan.n_ctx,  # llama.cpp rounds the context length up
         max_width=min(api.llama_n_batch(context), plan.n_ctx),
         rewind_reason=reason,
         lossless_dtype=dtype == plan.kv == "f32",
@@ -286,7 +286,7 @@ def _capabilities(model: object, context: object, plan: Plan) -> Capabilities:
 
 
 def _facts(model: object) -> dict[str, Any]:
-    """Return what selects llama.cpp's kernels, except the CPU; sizes imply shapes and types."""
+    """Return what determines llama.cpp's kernels besides the CPU; sizes imply shapes and types."""
     api = binding.load_library().api
     sizes = ("size", "n_params", "n_layer", "n_embd", "n_head", "n_head_kv")
     facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
@@ -306,15 +306,15 @@ def is_recurrent(model: object) -> bool:
 
 
 def file_type(model: object) -> str:
-    """Return the type of most weights, a name of FILE_TYPES if known."""
+    """Return the type of most weights, as in FILE_TYPES if known."""
     number = binding.metadata(model, "general.file_type") or "?"
     return {str(v): k for k, v in binding.FILE_TYPES.items()}.get(number, f"ftype{number}")
 
 
 def state_bytes(model: object, n_ctx: int, kv: str, planes: int = 0) -> int:
-    """Return an upper bound on the bytes of a state.
+    """Return an upper bound on the size of a state, in bytes.
 
-    It counts a KV cache and a recurrence for all layers. Each plane counts as another copy of the
+    Counts a KV cache and a recurrent state for all layers; each plane is another copy of the
     recurrent states.
     """
     api = binding.load_library().api
@@ -339,8 +339,8 @@ class SavedBlob(NamedTuple):
 class LlamaEngine(Engine):
     """A llama.cpp context with a state of `n_held` tokens.
 
-    `width` is the largest number of tokens per decode; shorter ones are padded to `padding` tokens.
-    The caller owns the context.
+    `width` is the maximum number of tokens per decode. A decode of fewer than `padding` tokens is
+    padded. The caller owns the context.
     """
 
     padding = 1
@@ -432,9 +432,9 @@ class LlamaEngine(Engine):
         self.last_decoded = n
 
     def keep(self, n):
-        """Drop entries as `Engine.keep` does, also those of a failed decode.
+        """Drop entries as `Engine.keep` does, including those of a failed decode.
 
-        It restores a recurrent state, too, if llama.cpp has its plane.
+        Also restores a recurrent state if llama.cpp has its plane.
         """
         with self.alone():
             self.last_decoded = 0
@@ -476,9 +476,9 @@ class PlaneRecorder(Recorder):
     """llama.cpp's own snapshots: `n_rs_seq` planes, the states after a decode's last tokens.
 
     They cover only the last decode, and only once: if more than `last decode - 1` tokens are
-    removed, or on a second call, or after a state was loaded, llama.cpp returns True, and the next
-    logits are wrong (0.3.36). So `reach` is the number of tokens that can really be rolled back.
-    llama.cpp always records, so there is nothing to begin or to stop.
+    removed, on a second call, or after a state was loaded, llama.cpp returns True but the next
+    logits are wrong (llama-cpp-python 0.3.36). `reach` is the number of tokens that can be rolled
+    back correctly. llama.cpp always records, so `begin` and `stop` do nothing.
     """
 
     def __init__(self, engine: LlamaEngine, depth: int) -> None:

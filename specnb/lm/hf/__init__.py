@@ -1,4 +1,4 @@
-"""transformers models with our own cache: forward passes of blocks and trees, and rollback.
+"""transformers models with our own cache: forward passes over blocks and trees, and rollback.
 
-It runs one sequence at a time; only training, in `medusa`, uses batches.
+The engine runs one sequence at a time; only training, in `medusa`, uses batches.
 """

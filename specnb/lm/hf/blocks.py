@@ -17,7 +17,7 @@ from torch import Tensor
 GROUP = 32
 """Number of weights that share a scale and an offset, for 4-bit codes."""
 LONG_GROUPS = (128, 64, 32)
-"""The same for 8-bit codes: the first that divides the row."""
+"""The same for 8-bit codes: the first that divides the row length."""
 
 
 class Blocks(NamedTuple):
@@ -32,8 +32,8 @@ class Blocks(NamedTuple):
 class FileMatrix:
     """A matrix in a GGUF file: `data (outputs, bytes per row)` maps the file; rows are read on use.
 
-    `order` lists the rows of the file in the order of the matrix, if it differs. Codes have at most
-    `most_bits` bits; weights of other types are rounded to them.
+    `order[i]` is the row of the file for row i of the matrix (None: the same order). Types
+    other than LAYOUTS are rounded to codes of `most_bits` bits, 4 or 8.
     """
 
     kind: Kind
@@ -44,6 +44,7 @@ class FileMatrix:
 
     @property
     def bits(self) -> int:
+        """Bits per code: 4 or 8."""
         return 4 if self.kind in LAYOUTS else self.most_bits
 
     def blocks(self, rows: slice) -> Blocks:
@@ -57,12 +58,12 @@ class FileMatrix:
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         """Return these rows `(n, inputs)` in float32."""
         data = self._read(rows)
-        if self.kind is Kind.Q6_K:  # a third of a Q4_K_M file; gguf's function takes seconds
+        if self.kind is Kind.Q6_K:  # a third of a Q4_K_M file, where gguf takes seconds
             return _weights_q6_k(torch.from_numpy(data).unflatten(1, (-1, 210)))
         return torch.from_numpy(dequantize(data, self.kind))
 
     def forget(self) -> None:
-        """Release the mapped pages of the file; the system decides whether to free them."""
+        """Release the mapped pages of the file; the system decides when to free them."""
         if isinstance(self.data, np.memmap):
             self.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -72,7 +73,7 @@ class FileMatrix:
 
 @dataclass(frozen=True)
 class RoundedMatrix:
-    """A matrix of floating-point weights, rounded between each group's minimum and maximum."""
+    """A floating-point matrix, rounded on use between each group's minimum and maximum."""
 
     weight: Tensor
     bits: int

@@ -1,17 +1,16 @@
 """The forward pass of Llama, Mistral, Qwen2 and Qwen3 on a CPU, from tokens to logits.
 
 transformers' modules take about 10 ms of a 135M model's forward pass, and torch packs the weights
-for every product. Here oneDNN packs them once, and one call multiplies, applies SiLU and adds the
-residual.
+for every product. Here oneDNN packs them once, and SiLU and residuals are fused into the products.
 
 A token's logits are bit-identical in a block of any width, because the computation of a row does
 not depend on the number of rows. Products of one row round differently from products of several, so
-there are at least ROWS. Activations are fused into the products: torch's separate operators split a
-tensor between threads, and the end of each part rounds differently. Attention runs in blocks of one
-size, each over the keys up to its own tokens, padded to a multiple of LANES with masked entries,
-which add exact zeros. `probe.certify` checks this on the current CPU.
+a product has at least ROWS rows. Separate activation operators would be split between threads, and
+the end of each part would round differently. Attention runs in blocks of one size, each over the
+keys up to its own tokens, padded to a multiple of LANES with masked entries, which add exact zeros.
+`probe.certify` checks this on the current CPU.
 
-Letters: n new tokens after `n_held` in the cache; L layers, D hidden size, H query heads, G
+Symbols: n new tokens after `n_held` in the cache; L layers, D hidden size, H query heads, G
 key/value heads, d head size, F inner size, V vocabulary.
 """
 
@@ -41,12 +40,12 @@ FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCaus
 MOVING_ROTATIONS = ("dynamic", "longrope")
 """RoPE scaling types whose angles depend on the length of the text."""
 ROWS = 4
-"""Fewest rows of a product. Four rows take less time than one with AVX-512, 7 % more with AVX2
+"""Minimum rows of a product. Four rows take less time than one with AVX-512, 7 % more with AVX2
 (SmolLM2-135M)."""
 LANES = 64
-"""The number of keys is a multiple of this, larger than the kernel's vectors and unrolled loops."""
+"""Keys are padded to a multiple of this, larger than the kernel's vectors and unrolled loops."""
 BLOCK = 16
-"""Query rows per attention call: tokens times the heads that share keys."""
+"""Query rows per attention call: tokens times the query heads that share keys."""
 
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
@@ -97,7 +96,7 @@ def with_layers(
 
 
 LAYER_STEP = 8
-"""The probe of int4 runs every LAYER_STEP-th layer: layers of equal shapes use one kernel."""
+"""The int4 probe runs every LAYER_STEP-th layer: layers of equal shapes use the same kernels."""
 
 
 class Block(NamedTuple):
@@ -130,7 +129,7 @@ class Call(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Logits `(keep, V)`, states `(n, D)` before and after the final norm, and of tapped layers."""
+    """Logits `(keep, V)`; states `(n, D)` before and after the final norm and of tapped layers."""
 
     logits: Tensor
     pre_norm: Tensor
@@ -139,9 +138,10 @@ class Decoded(NamedTuple):
 
 
 class Decoder:
-    """The current weights of `net`, and a cache of keys and values for at most `n_ctx` tokens.
+    """A forward pass with the current weights of `net`, and a KV cache for up to `n_ctx` tokens.
 
-    `rows` is the minimum number of rows of a product: ROWS for equal bits at all widths, or 1.
+    `rows` is the minimum number of rows of a product: ROWS for equal bits at all widths, or 1. With
+    int4 it is always 1.
     """
 
     def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
@@ -170,7 +170,7 @@ class Decoder:
         self.cache = torch.zeros(len(self.blocks), 2, self.G, 0, self.d, dtype=self.dtype)
 
     def sample(self) -> "Decoder":
-        """Return a decoder of every LAYER_STEP-th layer, and one of each shape, for fast probes."""
+        """Return a decoder of every LAYER_STEP-th layer and one of each shape, for fast probes."""
         blocks = {block.shapes: index for index, block in enumerate(self.blocks)}
         chosen = sorted({*blocks.values(), *range(0, len(self.blocks), LAYER_STEP)})
         part = copy(self)
@@ -204,7 +204,7 @@ class Decoder:
         attend = self._plan_attention(depths, n_held, tree, pad)
         slots = self.cache[:, :, :, n_held : n_held + n].unbind()  # of each layer (2, G, n, d)
         states = []
-        # (rows, D), padded in front with the first token
+        # (rows, D), padded at the start with the first token
         x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x
         x = x.to(self.residual)
         for index, block in enumerate(self.blocks):
@@ -232,7 +232,7 @@ class Decoder:
         return Decoded(logits, x[pad:].to(self.dtype), post[pad:], states)
 
     def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return RMSNorm of `x (…, D)` in float32; torch's more operators take 5 % longer."""
+        """Return RMSNorm of `x (…, D)`, in float32; using more operators takes 5 % longer."""
         norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=weight.dtype)
         scale = torch.addcmul(self.eps, norms, norms, value=1 / x.shape[-1]).rsqrt_()
         return (x * scale).mul_(weight).to(self.dtype)
@@ -254,7 +254,7 @@ class Decoder:
         return partial(self._attend, n_held, calls, order)
 
     def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
-        """Return the attention of a few tokens in one call, faster than the general `plan`."""
+        """Return the attention function for a few tokens in one call, faster than `plan`."""
         G = self.G
         d = self.d
         shared = self.H // G
@@ -294,7 +294,7 @@ class Decoder:
         return out.index_select(0, order).view(-1, self.H * self.d)
 
     def _attend_long(self, n_held: int, q: Tensor, layer: int, _new: Tensor) -> Tensor:
-        """Return attention of a long block `q (n, H, d)` over all keys and values, `(n, H d)`."""
+        """Return causal attention of a long block `q (n, H, d)` over all keys, `(n, H d)`."""
         n = len(q)
         length = n_held + n
         visible = torch.ones(n, length, dtype=torch.bool).tril_(n_held)
@@ -304,7 +304,7 @@ class Decoder:
         return out[0].transpose(0, 1).reshape(n, -1)
 
     def _reserve(self, n: int) -> None:
-        """Grow the cache to `n` tokens or twice its size, in multiples of LANES for masked keys."""
+        """Grow the cache to `n` tokens or twice its size, rounded up to a multiple of LANES."""
         room = self.cache.shape[3]
         if n > room:
             more = -(-max(2 * room, n, 4 * LANES) // LANES) * LANES - room
@@ -352,12 +352,12 @@ def mask_call(n: int, n_held: int, shared: int, size: int, dtype: torch.dtype) -
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return an attention mask to add: -inf where `hidden`, else 0."""
+    """Return an additive attention mask: -inf where `hidden`, else 0."""
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def call_size(shared: int) -> int:
-    """Return the number of query rows of a call if `shared` query heads share keys."""
+    """Return the number of query rows per attention call if `shared` query heads share keys."""
     return -(-max(1, BLOCK // shared) * shared // BLOCK) * BLOCK
 
 
@@ -366,10 +366,10 @@ def plan(
 ) -> tuple[list[Call], Tensor]:
     """Return the attention calls, and the index of each query `(pad + n, H)` in their outputs.
 
-    Padding repeats the first token. The number of keys depends on the token, not on the block: sums
-    over 192 and over 256 keys have different orders. Example, a tree of four nodes:
+    Padding repeats the first token. The number of keys depends on the token, not on the block,
+    because sums over 192 and over 256 keys have different orders. Example, a tree of four nodes:
 
-    parents -1 0 0 2     path 0 2 3 with rows 0, 2, 3; path 0 1 with row 1
+    parents -1 0 0 2     path 0 2 3 for rows 0, 2, 3; path 0 1 for row 1
     """
     shared = H // G
     per_call = max(1, BLOCK // shared)  # tokens per call
@@ -401,7 +401,7 @@ def _paths(n: int, tree: Tree | None) -> list[tuple[Tensor | None, list[int]]]:
         return [(None, list(range(n)))]
     paths = []
     placed = set()
-    for leaf in range(n - 1, -1, -1):  # the last node that is not placed is a leaf
+    for leaf in range(n - 1, -1, -1):  # the last node not yet placed is a leaf
         if leaf not in placed:
             path = tree.path(leaf)
             paths.append((torch.tensor(path), [node for node in path if node not in placed]))

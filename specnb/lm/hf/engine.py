@@ -1,8 +1,8 @@
 """Forward passes of a transformers model over its state, and copies of the state, for `rollback`.
 
 Attention caches are cropped; recurrent states are copied. Several families silently lose their
-state: they have another argument for it, store it in modules, or ignore it in passes over more than
-one token (Mamba, Falcon-Mamba, Jamba). `probe` detects them.
+state: they use another argument, store it in modules, or ignore it in passes over more than one
+token (Mamba, Falcon-Mamba, Jamba). `probe` detects them.
 """
 
 import inspect
@@ -28,7 +28,7 @@ States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
 MASKED = ("eager", "sdpa")
-"""Attention implementations of transformers that accept a mask of four dimensions unchanged."""
+"""transformers' attention implementations that use a four-dimensional mask unchanged."""
 
 
 class KeptPastLayer(DynamicLayer):
@@ -80,7 +80,7 @@ CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def new_cache(model: PreTrainedModel) -> Cache:
-    """Return an empty cache for `model`. It keeps all positions; masks apply sliding windows."""
+    """Return an empty cache for `model`. It holds all positions; masks apply sliding windows."""
     layers = DynamicCache(config=model.config).layers
     return Cache(layers=[KeptPastLayer() if type(layer) in CROPPABLE else layer for layer in layers])
 
@@ -95,7 +95,7 @@ def uncroppable(model: PreTrainedModel) -> str:
 
 
 def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
-    """Yield index and layer of the recurrent and convolution states that are not empty."""
+    """Yield the index and layer of all recurrent and convolution states that are not empty."""
     for index, layer in enumerate(cache.layers):
         if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
             yield index, layer
@@ -117,7 +117,7 @@ class SavedState(NamedTuple):
         return sum(t.nbytes for t in tensors if t is not None)
 
     def put_back(self, cache: Cache) -> None:
-        """Restore the recurrent states of `cache`, which must not be empty, but not attention."""
+        """Restore the recurrent states, but not attention, of `cache`, which must not be empty."""
         for index, (conv, states) in self.layers.items():
             layer = cache.layers[index]
             layer.conv_states = _copies(conv)
@@ -131,15 +131,15 @@ def _copies(states: States) -> States:
 def tree_mask(tree: Tree, n_held: int, model: PreTrainedModel) -> torch.Tensor:
     """Return the tree mask after `n_held` tokens, `(1, 1, T, n_held + T)`: 0 or -inf."""
     # not boolean: eager attention would silently add False and True as 0 and 1
-    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the whole past is visible
+    hidden = np.pad(~tree.seen, ((0, 0), (n_held, 0)))  # the committed text is visible
     return additive_mask(torch.from_numpy(hidden)[None, None], model.dtype).to(model.device)
 
 
 def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
     """Return why this model or its rollback cannot run trees; "" if the config shows no reason.
 
-    Nodes get positions and a mask. A model that derives positions from the index of a key (ALiBi)
-    or the length of the cache, or that applies a window to indices, would silently return wrong
+    A tree needs explicit positions and a mask. A model that derives positions from key indices
+    (ALiBi) or from the cache length, or applies a window to indices, would silently return wrong
     logits. `probe.probe_trees` detects the cases that the config does not show.
     """
     config = model.config.get_text_config(decoder=True)
@@ -187,7 +187,7 @@ class TorchEngine(Engine):
         self.n_held = 0
         self.cache = new_cache(model)
         self.feeding = False
-        """True while the model runs for this state; recorders ignore other calls of the model."""
+        """True while the model runs on this state; recorders ignore all other calls."""
         self.steps: Steps = "blocks"
         """How tokens must be fed (see `probe.probe_steps`)."""
         self._threads = torch.get_num_threads()
@@ -200,7 +200,7 @@ class TorchEngine(Engine):
 
     @contextmanager
     def threads(self) -> Iterator[None]:
-        """Use this model's number of torch threads in a block, then restore the process's."""
+        """Use this model's number of torch threads in a block, then restore the previous number."""
         n_before = torch.get_num_threads()
         if n_before != self._threads:
             torch.set_num_threads(self._threads)
@@ -260,7 +260,7 @@ class TorchEngine(Engine):
         return out.logits[:, -keep:]
 
     def listen(self, receive: Callable, layers: Sequence[int] = ()) -> Callable[[], None]:
-        """Do as `HfModel.listen`; `receive` also gets the outputs of `layers`, from 0."""
+        """See `HfModel.listen`; `receive` also gets the outputs of `layers`, numbered from 0."""
         outputs = {}
 
         def store(layer, _module, _inputs, output):
@@ -278,11 +278,11 @@ class TorchEngine(Engine):
         return hooks.close
 
     def keep(self, n):
-        """Do as `Engine.keep`, which always succeeds here."""
+        """See `Engine.keep`; always succeeds."""
         for layer in self.cache.layers:
             if isinstance(layer, KeptPastLayer):
                 layer.keep(n)
-            # attention in a layer with a recurrence (Falcon-H1)
+            # attention in a layer that is also recurrent (Falcon-H1)
             elif isinstance(layer, DynamicLayer) and layer.is_initialized:
                 layer.keys = layer.keys[:, :, :n]
                 layer.values = layer.values[:, :, :n]
@@ -306,7 +306,7 @@ class TorchEngine(Engine):
 
     @torch.inference_mode()
     def first_nonfinite(self, ids: Sequence[int]) -> str:
-        """Return the first module whose output on `ids`, from scratch, is not finite; else ""."""
+        """Run `ids` on an empty state; return the first module with non-finite output, or ""."""
         names = {module: name for name, module in self.model.named_modules() if name}
         nonfinite = []
 
@@ -321,7 +321,7 @@ class TorchEngine(Engine):
 
 
 class DecoderEngine(TorchEngine):
-    """An engine with our own forward pass, for models that `decoder.refuse` accepts."""
+    """An engine with our own forward pass, for models that `hf.decoder` supports."""
 
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         super().__init__(model)

@@ -1,7 +1,7 @@
 """Load a folder, a hub id or a GGUF file as a torch module, with its tokenizer and vocabulary.
 
-A GGUF is converted to a folder once, with the tokenizer and float32 weights (exactly those of the
-file). transformers' conversion drops parts of the tokenizer and of the set of end tokens; they are
+A GGUF is converted once, to a folder with the tokenizer and float32 weights (exactly those of the
+file). transformers' conversion drops parts of the tokenizer and of the set of end tokens; these are
 restored.
 """
 
@@ -55,17 +55,17 @@ from specnb.lm.vocab import (
 from specnb.machine import require_memory
 
 SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
-"""Pre-tokenizers (`tokenizer.ggml.pre`) that split all digits, which transformers 5.23 omits."""
+"""Pre-tokenizers (`tokenizer.ggml.pre`) that split all digits; transformers 5.23 does not."""
 
 ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
-"""GGUF architectures whose tensors are those of the modules, except for the order of rows. Mistral
-models have the architecture llama."""
+"""GGUF architectures whose tensors equal the weights in torch, except for the order of rows.
+Mistral models have the architecture llama."""
 
 CONVERSION = 1
-"""Version in the folder's name. Increase it when `_complete` changes, to convert files again."""
+"""Version in the folder name. Increase it when `_complete` changes, to convert files again."""
 
 DIFFERS = "specnb.json"
-"""File in the folder with the probe texts that the two tokenizers split differently."""
+"""File in the folder that lists the PROBES on which the tokenizers differ."""
 
 PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
 TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
@@ -74,8 +74,11 @@ TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_con
 def load_network(
     source: str, *, dtype: torch.dtype, device: str = "cpu", n_ctx: int = 0, revision: str = "main"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    """Check the memory, then load weights and tokenizer (None for a folder without one)."""
-    # code of a repository is never executed: without the explicit False, transformers asks the user
+    """Check the memory, then load weights and tokenizer (None for a folder without one).
+
+    Raises LoadError, MemoryShortError, InputError (n_ctx, device).
+    """
+    # repository code is never executed: without an explicit False, transformers asks the user
     options = {"pretrained_model_name_or_path": source, "revision": revision, "trust_remote_code": False}
     folder = Path(source)
     try:
@@ -104,7 +107,7 @@ def load_int4(
     """Load a GGUF file with matrices in 4- and 8-bit blocks, or round those of a folder or hub id.
 
     `coarse` rounds 8-bit matrices to 4 bits, including lm_head, for draft models. Raises InputError
-    for other devices than the CPU, and for families without a decoder (`decoder.refuse`).
+    for devices other than the CPU, and for families that `hf.decoder` does not support.
     """
     if device != "cpu":
         raise InputError(f"got device={device}, expected cpu for dtype=int4: use bfloat16 there")
@@ -129,9 +132,9 @@ def load_int4(
 
 
 def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> PreTrainedModel:
-    """Return the network of a GGUF file; its matrices are read on use.
+    """Return the network of a GGUF file in bfloat16; its matrices are read on use.
 
-    Raises InputError as `read_header`, and for other architectures; LoadError for a missing tensor.
+    Raises InputError like `read_header` and for other architectures; LoadError for missing tensors.
     """
     headers = {name: header for header in map(read_header, gguf_parts(file)) for name in header.shapes}
     architecture = next(iter(headers.values())).get(ARCHITECTURE, str)
@@ -184,7 +187,7 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
 
 
 def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
-    """Return `n_ctx`; for 0, the model's limit up to 4096. Raises InputError above the limit."""
+    """Return `n_ctx`; for 0, the model's limit, at most 4096. Raises InputError above the limit."""
     most = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     most = most or max(n_ctx, DEFAULT_N_CTX)
     if n_ctx > most:
@@ -193,7 +196,7 @@ def context(config: PretrainedConfig, n_ctx: int, name: str) -> int:
 
 
 def _state_bytes(config: PretrainedConfig, dtype: torch.dtype, n_ctx: int, name: str) -> int:
-    """Return the bytes of keys and values for the whole context. Raises InputError as `context`."""
+    """Return the size of the full KV cache in bytes. Raises InputError as `context` does."""
     text = config.get_text_config(decoder=True)
     heads = getattr(text, "num_attention_heads", 0) or 1
     n_layers = getattr(text, "num_hidden_layers", 1)
@@ -215,7 +218,7 @@ def tokenizer_vocabulary(
 ) -> Vocabulary:
     """Return the vocabulary of ids 0..vocab_size-1; padding rows have the piece b"".
 
-    Without a tokenizer the pieces are placeholders such as <7>. Raises InputError as
+    Without a tokenizer the pieces are placeholders such as <7>. Raises InputError like
     `require_rows`.
     """
     size = config.vocab_size  # the width of the logits; a tokenizer may have fewer ids, or more
@@ -273,7 +276,7 @@ def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
         if weights:
             require_memory(8 * n, name=f"{gguf.name} as float32")  # two copies while writing
             need_space(cache_dir(), 4 * n)
-        # 4 times as fast: transformers reads a GGUF three times, and the table of names per module
+        # 4 times as fast: transformers reads the GGUF 3 times, and creates the name map per module
         cached = {
             "GGUFReader": cache(ArrayReader),
             "get_tensor_name_map": cache(gguf_package.get_tensor_name_map),
@@ -299,13 +302,13 @@ def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
 
 
 class ArrayReader(gguf_package.GGUFReader):
-    """gguf's reader with an ndarray: it creates 100,000 slices, which are slow for a memmap."""
+    """gguf's reader with an ndarray instead of a memmap, whose 100,000 slices would be slow."""
 
     data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Restore what the conversion drops: the full end-of-generation set, and splitting of digits.
+    """Restore what the conversion drops: the full set of end tokens, and the splitting of digits.
 
     Returns the probe texts that the two tokenizers still split differently.
     """
@@ -327,7 +330,7 @@ def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizer
 
 def _checked_model(name: str, **options: Any) -> PreTrainedModel:
     """Call `from_pretrained`. Raises LoadError for missing weights, which would be random."""
-    # tensors of another size are in the report
+    # tensors of another shape are listed in the report
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(**options)
     if missing := sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"]):
@@ -337,7 +340,7 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
 
 
 def load_error(source: str, error: Exception) -> Exception:
-    """Convert errors of transformers, the hub or safetensors to LoadError; return our own as is."""
+    """Convert an error of transformers, the hub or safetensors to LoadError; return ours as is."""
     if isinstance(error, SpecnbError):
         return error
     reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__

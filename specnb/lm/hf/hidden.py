@@ -1,4 +1,4 @@
-"""Hidden states of the last forward pass, before and after the final norm: the inputs of heads."""
+"""Hidden states before and after the final norm, and of layers: the inputs of draft heads."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from specnb.lm.hf.engine import TorchEngine, final_norm
 
 @contextmanager
 def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """Collect the inputs of the final norm, `(rows, n, hidden)`, of forward passes in the block."""
+    """Collect the final norm's inputs `(batch, n, hidden)` in all forward passes of the block."""
     states = []
     with final_norm(net).register_forward_pre_hook(lambda _norm, inputs: states.append(inputs[0])):
         yield states
@@ -23,7 +23,7 @@ def pre_norm_states(net: PreTrainedModel) -> Iterator[list[Tensor]]:
 class HiddenStates:
     """The hidden states of a model's last forward pass. Create it with `HfModel.watch_hidden`.
 
-    It holds only the states of the last pass (of the last chunk of a prefill), without a copy.
+    It holds only the states of the last pass (for a prefill, its last chunk), without a copy.
     """
 
     def __init__(self, engine: TorchEngine, model: LanguageModel) -> None:
@@ -32,16 +32,16 @@ class HiddenStates:
         self._start = 0
         """Position of the first row."""
         self._pre = self._post = torch.empty(0)
-        """Input and output of the norm, `(n, hidden)`."""
+        """Input and output of the final norm, `(n, hidden)`."""
         self.close = engine.listen(self._receive)
         """Remove the hook."""
 
     def at(self, position: int) -> tuple[Tensor, Tensor]:
-        """Return the states `(hidden,)` before and after the final norm of the token at `position`.
+        """Return the states `(hidden,)` at `position`, before and after the final norm.
 
         They are inference tensors on the model's device and in its dtype: do not write to them.
-        Raises StateError while a tree is not settled, and if the last forward pass did not compute
-        this position or the token was rolled back since.
+        Raises StateError while a tree is not settled, if the last forward pass did not compute this
+        position, or if the token was rolled back since.
         """
         check_settled(self._model)
         n_past = self._model.n_past
@@ -53,7 +53,7 @@ class HiddenStates:
 
     def keep_path(self, nodes: Sequence[int]) -> None:
         """Keep the rows of these nodes of a tree, in this order."""
-        if len(self._pre):  # empty if no pass has run since the hook was added
+        if len(self._pre):  # empty if no pass has run since `watch_hidden`
             rows = torch.tensor(nodes, dtype=torch.long, device=self._pre.device)
             self._pre = self._pre[rows]
             self._post = self._post[rows]
@@ -79,7 +79,7 @@ class LayerStates:
         return self._states[tokens]
 
     def keep_path(self, start: int, nodes: Sequence[int]) -> None:
-        """Keep the rows of these nodes of a tree, whose first node is at `start`, in this order."""
+        """Keep the rows of these nodes of a tree, in this order; `start` is the row of node 0."""
         rows = start + torch.tensor(nodes, dtype=torch.long)
         self._states[start : start + len(nodes)] = self._states[rows]
 

@@ -1,10 +1,10 @@
-"""int4: products of 4-bit weights and bfloat16 activations with torch's int4 kernel for CPUs.
+"""Products of 4-bit weights and bfloat16 activations with torch's int4 kernel for CPUs.
 
 The kernel (`aten::_weight_int4pack_mm_for_cpu`) computes a row independently of the number of rows,
 so a token's logits are bit-identical at all widths of a forward pass. It processes blocks of four
 rows: T(4) is only slightly larger than T(1).
 
-The kernel accepts 4-bit codes. An 8-bit code is 16 high + low: the halves are concatenated along
+The kernel accepts 4-bit codes. An 8-bit code is 16 * high + low: the halves are concatenated along
 the inputs, and the inputs are repeated, so that the kernel adds both in float32.
 """
 
@@ -25,10 +25,10 @@ from specnb.lm.hf.product import Product, can_multiply, joined_bias
 from specnb.lm.probe import kernel_facts, probed_once
 
 OUTPUTS = 16
-"""The kernel needs a multiple of this number of outputs."""
+"""The number of outputs must be a multiple of this."""
 PACKED_AT_ONCE = 1 << 21
-"""Weights to pack at once: small enough that the allocator reuses memory, which halves the time.
-Blocks of 64 outputs are not divided."""
+"""Weights to pack at once, in whole blocks of 64 outputs: small enough that the allocator reuses
+memory, which halves the time."""
 PROBED = 24
 """Number of products that `is_fastest` times (float32: 226 MB, int4: 35 MB)."""
 PROBED_SIZE = 1536
@@ -38,7 +38,7 @@ SERIAL = 32768
 
 
 class BlockLinear(nn.Linear):
-    """A linear layer with the weights of `matrix`. Each use of `weight` dequantizes all of them."""
+    """A linear layer with the weights of `matrix`. Reading `weight` dequantizes all of them."""
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None) -> None:
         nn.Module.__init__(self)
@@ -64,7 +64,7 @@ class BlockLinear(nn.Linear):
 
 
 class BlockEmbedding(nn.Embedding):
-    """An embedding with its table in a file; rows are dequantized on lookup."""
+    """An embedding whose table stays in a file; rows are dequantized on lookup."""
 
     def __init__(self, matrix: FileMatrix) -> None:
         nn.Module.__init__(self)
@@ -99,7 +99,7 @@ class Int4Product:
 
 
 class PackedPart:
-    """The product of layers whose codes have equal numbers of bits, packed for the kernel."""
+    """The product of layers with the same number of bits per code, packed for the kernel."""
 
     def __init__(self, layers: Sequence[BlockLinear]) -> None:
         self.bits = layers[0].matrix.bits
@@ -115,8 +115,8 @@ class PackedPart:
             rows = slice(start, min(start + step, outputs))
             codes, scales, offsets = _read_rows(layers, rows)
             # The kernel computes scale * (code - 8) + zero with a bfloat16 scale. The zero corrects
-            # its rounding, so that each group's mean is exact. This halves the KL divergence of
-            # Qwen2.5-Coder-1.5B.
+            # the rounding of the scale, so that each group's mean is exact. This halves the KL
+            # divergence of Qwen2.5-Coder-1.5B.
             center = 8 if self.bits == 4 else 136
             rounded = scales.bfloat16()
             mean = codes.unflatten(1, (-1, self.group)).sum(-1, dtype=torch.int32) / self.group
@@ -167,10 +167,10 @@ class Int4Gate:
 
 
 def is_fastest(wide: str) -> bool:
-    """Return whether int4 products are at least as fast as those of `wide`, for 1 and 4 rows.
+    """Return whether int4 products are at least as fast as those in dtype `wide`, for 1 and 4 rows.
 
-    Times PROBED products of PROBED_SIZE squared, which exceed the CPU caches, once per CPU, torch
-    version and `wide`. The result is cached on disk.
+    Times PROBED square products of size PROBED_SIZE, which exceed the CPU caches, once per CPU,
+    torch version, thread count and `wide`. The result is cached on disk.
     """
     key = [*kernel_facts(), torch.__version__, torch.get_num_threads(), wide]
     return probed_once("int4", key, partial(_test_speed, wide))["fastest"]

@@ -1,8 +1,8 @@
-"""A causal language model of transformers in torch, run by our own loop instead of `generate`.
+"""A causal language model of transformers, run by our own loop instead of `generate`.
 
-The KV cache holds all positions, so it can be cropped to any length (sliding windows are applied by
-the mask). Recurrent states use a strategy of `rollback`. `position_ids` are always passed, because
-several model families count from 0 without them.
+The KV cache holds all positions, so it can be cropped to any length (the mask applies sliding
+windows). Recurrent states use a strategy of `rollback`. `position_ids` are always passed, because
+without them several model families count from 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,7 +49,7 @@ class HfModel(RewindableModel, TreeModel):
     """A `LanguageModel` of transformers. Create it with `HfModel.open`."""
 
     preferred = ("replay", "snapshots", "checkpoint", "recompute")
-    """Strategies without forward passes come first, and the one with less memory first."""
+    """Replay and snapshots run no forward passes; replay needs less memory."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class HfModel(RewindableModel, TreeModel):
             },
         )
         # 2. Find how tokens must be fed, and an exact rollback.
-        with hf_files.quiet():  # the first forward passes warn about fast kernels that are missing
+        with hf_files.quiet():  # the first forward passes warn about missing fast kernels
             # recurrent models, and configs that may be encoders
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
@@ -146,18 +146,19 @@ class HfModel(RewindableModel, TreeModel):
         rollback: RollbackKind = AUTO,
         rollback_depth: RollbackDepth = DEPTH,
     ) -> "HfModel":
-        """Open a folder or a hub id.
+        """Open a folder, a hub id or, with dtype=int4, a GGUF file.
 
         Args:
             dtype: float32, bfloat16, float16 or int4.
             device: cpu or cuda[:n].
-            n_ctx: tokens of context (0: the model's limit, at most 4096).
-            threads: torch's threads (0: its current number, fewer while other processes use cores).
+            n_ctx: context length in tokens (0: the model's limit, at most 4096).
+            threads: torch threads of this process (0: the current number, fewer while other
+                processes use cores).
             exact: auto or true for bit-identical logits at all widths of a forward pass, as far as
-                `caps.same_bits_up_to` certifies; false for the fewest rows.
+                `caps.same_bits_up_to` certifies; false for no padding rows.
             decoder: auto (our own forward pass if `lm.hf.decoder` supports it) or transformers.
             coarse: with int4, round all matrices to 4 bits, including lm_head (for draft models).
-            revision: of a hub id.
+            revision: branch, tag or commit of a hub id.
             rollback: strategy for a recurrent state (crop, replay, snapshots, checkpoint, fused,
                 recompute; "auto": the first that a probe finds exact).
             rollback_depth: number of tokens that replay and snapshots record.
@@ -186,7 +187,7 @@ class HfModel(RewindableModel, TreeModel):
         )
 
     def forward_tree(self, ids, tree):
-        """Run a tree. A chain is bit-identical to `forward`; other trees agree up to rounding."""
+        """Run a tree. A chain is bit-identical to `forward`; other trees may differ by rounding."""
         check_tree(self, ids, tree)
         if self.pace:
             self.pace.step()
@@ -218,9 +219,9 @@ class HfModel(RewindableModel, TreeModel):
         return self._engine.threads()
 
     def keep_blocks(self, blocks: Sequence[int]) -> "HfModel":
-        """Return a model of these blocks, with shared weights and a separate state.
+        """Return a model of these decoder blocks, with shared weights and a separate state.
 
-        Raises InputError if our decoder does not support the model, and for unknown blocks.
+        Raises InputError if `hf.decoder` does not support the model, and for unknown blocks.
         """
         net = self.network
         chosen = sorted(set(blocks))
@@ -234,7 +235,7 @@ class HfModel(RewindableModel, TreeModel):
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
     def watch_hidden(self) -> "HiddenStates":
-        """Return the hidden states before lm_head, updated by each forward pass; repeatable.
+        """Return the states before and after the final norm, updated by each forward pass.
 
         Raises InputError if the final norm cannot be identified.
         """
@@ -245,7 +246,7 @@ class HfModel(RewindableModel, TreeModel):
         return self._hidden
 
     def watch_layers(self, layers: Sequence[int]) -> "LayerStates":
-        """Collect the outputs of these layers, from 0, from the next forward pass until `close`."""
+        """Collect the outputs of `layers`, numbered from 0, from the next pass until `close`."""
         from specnb.lm.hf.hidden import LayerStates  # for heads only
 
         self._require_open()
@@ -281,7 +282,7 @@ class HfModel(RewindableModel, TreeModel):
         return self._engine.first_nonfinite(ids)
 
     def _certify(self, counts: Sequence[int]) -> bool:
-        """Certify the largest width with equal bits, once for models of these shapes; set `caps`.
+        """Certify the largest width with equal bits, once per set of layer shapes, and set `caps`.
 
         Returns whether results are bit-identical for all numbers of threads in `counts`.
         """

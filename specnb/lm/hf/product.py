@@ -1,7 +1,7 @@
 """Matrix products with weights that oneDNN packs once.
 
-The weights are read once for any number of rows, and all rows are summed in one order. torch's
-float32 product has another kernel for single rows, and packs the weights in each pass over several
+The weights are read once for any number of rows, and all rows are summed in the same order. torch's
+float32 product uses another kernel for single rows, and packs the weights in each pass over several
 rows: nine rows then cost 1.6 to 2 times as much as one. Packed weights are a second copy in memory.
 """
 
@@ -17,7 +17,7 @@ from specnb.machine import free_bytes, need_bytes
 PACKED_FOR = 16
 """Number of rows for which oneDNN optimizes the packing; any number works."""
 MAX_ROWS = 64
-"""Longer blocks are prefill, equal in plain and speculative decoding, or training batches."""
+"""Longer blocks are prefill, identical in plain and speculative decoding, or training batches."""
 
 
 def can_multiply(dtype: torch.dtype) -> bool:
@@ -28,7 +28,7 @@ def can_multiply(dtype: torch.dtype) -> bool:
 
 
 def can_pack(net: PreTrainedModel) -> bool:
-    """Return whether oneDNN supports the dtype, and memory holds two more copies of the weights."""
+    """Return whether oneDNN supports the dtype, and two more weight copies fit in memory."""
     fits = need_bytes(2 * sum(parameter.nbytes for parameter in net.parameters())) <= free_bytes()
     return can_multiply(net.dtype) and fits
 
@@ -90,12 +90,12 @@ class PackedLinear(nn.Linear):
         return self.product(x)
 
     def __getstate__(self) -> dict:
-        """Return the state to copy, without the packed weights, which cannot be copied."""
+        """Return the attributes without the packed weights, which cannot be copied."""
         return {**vars(self), "product": None}
 
 
 def pack(net: PreTrainedModel) -> bool:
-    """Pack the weights of linear layers of a float32 model on a CPU; return whether it did."""
+    """Pack the linear layers of a float32 model on a CPU; return whether they were packed."""
     if net.dtype != torch.float32 or net.device.type != "cpu" or not can_pack(net):
         return False
     for layer in net.modules():

@@ -1,7 +1,7 @@
 """Recorders of transformers' recurrent layers, for the strategies `snapshots` and `replay`.
 
-A layer's mixer calls its recurrence as a function of its module, and passes the states to the
-cache. transformers is not changed: the mixers of *this* model get a `forward` in which the
+A layer's mixer calls its recurrence as a function of its Python module, and stores the state in the
+cache. transformers itself is not patched: the mixers of *this* model get a `forward` in which the
 function's name refers to a recording wrapper. Recurrences: gated delta rule (Yang et al.
 2412.06464, section 3.1; `torch_chunk_gated_delta_rule` in
 models/qwen3_next/modeling_qwen3_next.py), Mamba-2's scan (Dao and Gu 2405.21060, section 6;
@@ -26,10 +26,10 @@ DELTA_RULES = {
     "chunk_kimi_delta_attention": "recurrent_kimi_delta_attention",
 }
 SCANS = {"mamba2_chunk_scan": "mamba2_selective_state_update"}
-"""Recurrences of transformers 5.23: the function for blocks, and the function for single tokens."""
+"""Recurrences in transformers 5.23: the function for blocks, and the one for single tokens."""
 
 STEPWISE_UP_TO = 5
-"""Longest block that runs faster token by token on a CPU: the block function pads to 64 tokens."""
+"""Longest block that a CPU runs faster token by token: the block function pads to 64 tokens."""
 
 
 DeltaInputs = namedtuple("DeltaInputs", "key value g beta")
@@ -90,7 +90,7 @@ class TorchRecorder(Recorder):
     def stop(self):
         for _, layer in recurrent_layers(self._engine.cache):
             if layer.record_past:
-                LinearAttentionCacheLayerMixin.crop(layer, 0)  # truncates the window to its width
+                LinearAttentionCacheLayerMixin.crop(layer, 0)  # truncate the window to its width
                 layer.record_past = False
         self.base = None
         self._forget_from(0)
@@ -127,7 +127,7 @@ class ActivationRecorder(TorchRecorder):
         self._inputs = defaultdict(list)
         self._options = {}
         self._replays = {}
-        # check all mixers before any is changed
+        # check all mixers before changing any
         blocks = {index: _recurrence(mixer) for index, mixer in self._mixers.items()}
         for index, block in blocks.items():
             if block:
@@ -146,7 +146,7 @@ class ActivationRecorder(TorchRecorder):
             return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
         def replay(state, inputs):
-            k, v, g, beta = inputs  # the query does not change the state: pass any
+            k, v, g, beta = inputs  # any query will do: it does not change the state
             options = self._options[index]
             return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
 
@@ -263,5 +263,5 @@ def _rebind(mixer: torch.nn.Module, functions: Mapping[str, Callable]) -> None:
 
 
 def _first(calls: Sequence[Inputs], n: int) -> Inputs:
-    """Return the inputs of the first `n` tokens of several calls, concatenated."""
+    """Return the concatenated inputs of the first `n` tokens of several calls."""
     return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))
