@@ -345,11 +345,11 @@ def weights_bytes(spec: ModelSpec) -> int:
 def name_copy(name: str, kind: str) -> str:
     """Return the name of a copy of a GGUF with weights of `kind` (see `gguf.binding.FILE_TYPES`).
 
-    Copies of zoo models are created on loading, others now. Raises LoadError or FetchError if a
-    copy cannot be written.
+    The copies that the zoo lists are created on loading, others now. Raises LoadError or FetchError
+    if a copy cannot be written.
     """
     spec = parse(name)
-    if spec.where == "zoo" and (entry := find_entry(spec.source)[0]).derived_bytes:
+    if spec.where == "zoo" and kind in (entry := find_entry(spec.source)[0]).derived_bytes:
         return f"{entry.name}:{kind}"
     return str(copy_once(local_file(spec), kind))
 

@@ -11,7 +11,7 @@ from specnb.draft import model as module
 from specnb.draft.load import join_engine, load_drafter
 from specnb.draft.model import ModelDrafter, refuse_copy
 from specnb.errors import FetchError, InputError, LoadError, MemoryShortError, VocabularyMismatch
-from specnb.lm import toy
+from specnb.lm import files, toy
 from specnb.lm.files import name_copy
 from specnb.lm.gguf import binding
 
@@ -111,6 +111,10 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
     assert name_copy(str(source), "q8_0") != first
     source.write_bytes(b"GGUF two!")
     assert name_copy(str(source), "q4_0") != first and len(calls) == 3
+    # A listed model without a listed copy of this type
+    assert name_copy("smollm2-135m", "q4_0") == "smollm2-135m:q4_0"
+    monkeypatch.setattr(files, "zoo_file", lambda name: source)
+    assert Path(name_copy("qwen2.5-coder-1.5b", "q4_0")).read_bytes() == b"GGUF two!q4_0"
     for target, kind, value in ((str(source), "q9", "q9"), ("hf:ORG/NAME", "q4_0", "hf:ORG/NAME")):
         with pytest.raises(InputError, match=value):
             refuse_copy(target, self_type=kind)
