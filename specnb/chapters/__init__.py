@@ -1,5 +1,6 @@
-"""Chapters, the parts that one notebook alone uses: its experiment, tables and figures, in the order of the notebook.
+"""Chapters: code that only one notebook uses (experiment, tables, figures), in notebook order.
 
-`k_sweep`, the explorer and `lanes` (notebooks 00, 01, 09) are shared and lie in `measure` and `book`. `delta_rule` and
-`state_memory` belong to notebook 04, next to `rollback`. Only notebooks and tests import a chapter.
+Shared parts, such as the explorer and `lanes` (notebooks 00 and 09), are in `book`. Notebook 04 has
+three modules: `rollback`, `delta_rule` and `state_memory`. Only notebooks and tests import a
+chapter; `specnb` also exports `ksweep`.
 """

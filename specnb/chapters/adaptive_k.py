@@ -1,8 +1,8 @@
-"""Compare controllers of the draft length: replayed for every content and machine, checked live.
+"""Compare draft-length controllers: replay each on every content and machine, check some live.
 
 The experiment of notebook 02. All replays are greedy. They are exact, except for controllers that
-read a draft model's confidence: after a wrong draft token these get the confidence along the
-target's text.
+read a draft model's confidence: after a rejected draft token, a replay uses the confidence along
+the target's text.
 """
 
 from collections import Counter
@@ -52,26 +52,26 @@ SWITCHING = "switching conversation"
 """A conversation whose answers switch between prose, code and JSON."""
 STREAM = "all of them in turn"
 PREFIX = "turns."
-"""Prefix of the ids of a conversation's questions, which distinguishes their recordings."""
+"""Prefix of the prompt ids of conversation questions, to identify their recordings."""
 
 
 class ControllerStudy(NamedTuple):
-    """The record of the experiment, and the trace from which its replays were computed."""
+    """The record of the experiment, and the trace from which its replays are computed."""
 
     record: RunRecord
     trace: Trace
 
 
 def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
-    """Return new controllers by full name; the cost-aware one uses `cost`."""
+    """Return new controllers by name; the cost-aware one uses `cost`."""
     fresh = [make(cost, k_max) for make in CONTROLLERS.values()]
     return {control.name: control for control in fresh}
 
 
 def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
-    """Generate, follow every drafter, replay every controller on every machine, run some live.
+    """Generate plainly, follow all drafters, replay all controllers on all machines, run some live.
 
-    If an error occurs, the generations so far are saved as a failed run.
+    If an error ends the run, the generations so far are saved as a failed run.
     """
     for name in params.machines:
         require_known("machine", name, known_machines())
@@ -112,7 +112,7 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
 
 
 def _draft_forks(study: Sweep, trace: Trace) -> Iterator[dict[str, Any]]:
-    """Yield, for live runs with a draft model, its first token that differs from the replay."""
+    """Yield the first draft token that differs from the replay, for live runs of draft models."""
     models = {drafter.name: drafter.model for drafter in study.drafters if isinstance(drafter, ModelDrafter)}
     for live in study.generations:
         if live.drafter in models:
@@ -123,13 +123,13 @@ def _draft_forks(study: Sweep, trace: Trace) -> Iterator[dict[str, Any]]:
 
 
 def _walk(trace: Trace, live: Generation, cost: Cost) -> tuple[Recording, list[ReplayStep]]:
-    """Return the recording of a live run, and its rounds with the same controller."""
+    """Return a live run's recording, and its replayed rounds with the same controller."""
     (recording,) = trace.select(prompt_id=live.prompt_id, drafter=live.drafter).recordings
     return recording, walk_recording(recording, controllers(cost, recording.k_max)[live.controller])
 
 
 def _switches(recording: Recording) -> bool:
-    """Return whether the prompt is a question of a conversation."""
+    """Return whether the prompt is a question from a conversation."""
     return recording.prompt_id.startswith(PREFIX)
 
 
@@ -138,7 +138,7 @@ def _content(recording: Recording) -> str:
 
 
 def _kind(recording: Recording) -> str:
-    """Return the content of a text; in a conversation the kind of the answer."""
+    """Return the content of a text; in a conversation, the kind of the answer."""
     if not _switches(recording):
         return recording.category
     prompt, answer = (text.decode("utf-8", "replace") for text in (recording.prompt, b"".join(recording.pieces)))
@@ -146,10 +146,10 @@ def _kind(recording: Recording) -> str:
 
 
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each machine, drafter, content (one is the conversation) and policy.
+    """Yield a row for each machine, drafter, content (including the conversation) and policy.
 
     The policies are the controllers, the best fixed K and the oracle. `speedup` is over plain
-    decoding in the same engine, `seconds` are those of each text (not for the oracle).
+    decoding in the same engine. `seconds` lists the time of each text; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
         groups = {}
@@ -175,9 +175,9 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
 def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine and content: the router, and the best drafter and K.
 
-    The router processes all texts as one stream and learns across them. `seconds`, `plain_s` and
-    `best_s` are those of each text, including a draft model's prefill. The whole stream is one more
-    row, with a single drafter and K in `best_s`. The best are known in hindsight only.
+    The router processes all texts as one stream and learns across them. `seconds`, `best_s` and
+    `plain_s` list the time of each text; the first two include a draft model's prefill. One more
+    row is for the whole stream, with a single best drafter and K, chosen in hindsight.
     """
     ks = range(k_max + 1)
     counts = {name: expected_counts(trace.select(drafter=name).recordings, ks) for name in costs}
@@ -214,7 +214,7 @@ def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max
 
 
 def cost_of(record: RunRecord, drafter: str) -> Cost:
-    """Return the measured costs of this machine with which the record's replays were computed."""
+    """Return the costs measured on this machine, which the record's replays use."""
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return Cost(curve, record.measurements["c"][drafter])
 
@@ -236,11 +236,11 @@ SAME_ENGINE = "best fixed K: speed-up, same engine"
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
-    """Return the speed of each policy relative to the best fixed K: index machine, drafter, policy; columns contents.
+    """Return the speed of each policy relative to the best fixed K.
 
-    The best K is chosen in hindsight for each content; K = 0 (plain decoding) is included. Two more
-    rows hold that K and its speed-up: on this machine over the record's `baseline`, and in a third row
-    over plain decoding in the same engine.
+    Index machine, drafter, policy; one column per content. The best K is chosen in hindsight for
+    each content, and may be 0 (plain decoding). Two more rows hold that K and its speed-up: on this
+    machine over the record's `baseline`, and in a third row over plain decoding in the same engine.
     """
     rows = pd.DataFrame(record.measurements["replay"])
     is_best = rows["kind"] == "fixed"
@@ -263,10 +263,10 @@ def against_best(record: RunRecord) -> pd.DataFrame:
 
 
 def routed(record: RunRecord) -> pd.DataFrame:
-    """Compare the router, by machine and content, with the best drafter at its best K and with plain decoding.
+    """Compare the router with the best drafter at its best K and with plain decoding.
 
-    Drafter and K are chosen in hindsight for the content. The columns are ratios of times with
-    intervals over paired texts; `drafted by` counts the rounds of each arm.
+    One row per machine and content; the best is chosen in hindsight. `of the best` and `over plain`
+    are ratios of times, with intervals over paired texts; `drafted by` counts rounds by arm.
     """
     rows = []
     for row in record.measurements["routed"]:
@@ -279,9 +279,10 @@ def routed(record: RunRecord) -> pd.DataFrame:
 
 
 def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
-    """Return one row per round of the router through all texts in turn: token, arm, content, speed.
+    """Return one row per round of the router, for all texts in sequence.
 
-    `speed` is relative to plain decoding, over about the last 24 tokens.
+    Columns: token (position), n (committed tokens), steps (time in plain steps), arm, content, and
+    speed relative to plain decoding over about the last 24 tokens.
     """
     record, trace = study
     costs = {name: machines(cost_of(record, name))[machine] for name in record.measurements["c"]}
@@ -301,7 +302,7 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
 
 
 def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
-    """Draw the speed over plain decoding along the stream, with the contents, and the arm of every round."""
+    """Draw the relative speed along the stream, with the contents and the arm of each round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLORS[0])
     arms_below = px.scatter(frame, x="token", y=frame["arm"].map(readable), **looks("arm", sorted(frame["arm"]), by=()))
@@ -312,10 +313,10 @@ def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
-    """Return the content on which each policy is worst compared with the best fixed K, and that share.
+    """Return each policy's worst content, and its speed there relative to the best fixed K.
 
-    One row per machine, drafter and policy. `low` and `high` are an interval over the texts of that
-    content, paired with the same texts at the best K.
+    One row per machine, drafter and policy. `low` and `high` bound the interval over the texts of
+    that content, paired with the same texts at the best K.
     """
     rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
@@ -329,7 +330,7 @@ def worst(record: RunRecord) -> pd.DataFrame:
 
 
 def _seconds(record: RunRecord) -> pd.DataFrame:
-    """Index machine, drafter and content, one column per policy: a list of the seconds of each text."""
+    """Return lists of seconds per text: index machine, drafter, content; columns policies."""
     rows = pd.DataFrame(record.measurements["replay"])
     rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
     return rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")
@@ -344,14 +345,14 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
-    """Compare every live generation with its replay: `same` is True if rounds, drafted and accepted are equal.
+    """Compare every live generation with its replay.
 
-    Both are greedy and start with a fresh controller per prompt, so with lookup they are equal, unless
-    the live text diverged from plain decoding at a near-tie (`same_text` is then False). A draft model
-    whose passes over two tokens round differently from its single steps may draft another token at a
-    near-tie of its own: `near_tie` is then True (False would be a fault). It is missing if no drafted
-    token differs. A controller that reads the confidence of a
-    draft model may stop at another token after a rejected draft.
+    `same` is True if rounds, drafted and accepted are equal. Both are greedy and start with a new
+    controller per prompt. With lookup they are equal, unless the live text diverged from plain
+    decoding at a near-tie (`same_text` is then False). A draft model whose passes over two tokens
+    round differently from its single steps may draft another token at its own near-tie: `near_tie`
+    is then True (False: a fault; missing: no draft token differs). A controller that reads a draft
+    model's confidence may stop elsewhere after a rejected draft token.
     """
     generations = study.record.generations
     forks = study.record.measurements["draft_forks"]
@@ -373,7 +374,10 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
 
 
 def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) -> pd.DataFrame:
-    """Return K for every round of the switching conversation: policy, token (position), k, content."""
+    """Return K for every round of the switching conversation: policy, token (position), k, content.
+
+    Raises InputError if the study has none.
+    """
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if _switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
@@ -389,14 +393,14 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
 
 
 def k_over_time(frame: pd.DataFrame, *, title: str) -> go.Figure:
-    """Draw the drafted tokens of each round over the position in the answers, with the contents above."""
+    """Draw the draft tokens of each round over the position, with the contents above."""
     figure = px.line(frame, x="token", y="k", line_shape="hv", **looks("policy", frame["policy"], by=["line_dash"]))
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     return dress(figure, "k_over_time", title=title)
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
-    """Draw a line where each content begins, with its name above; names alternate between two heights."""
+    """Draw a line where each content begins, labeled above at two alternating heights."""
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
         figure.add_vline(
             start.token,

@@ -1,7 +1,7 @@
-"""Run a pair, and the same draft model with several other vocabularies, to test what the verdict predicts.
+"""Test predicted acceptance: run a pair, and the same draft model with other vocabularies.
 
-The measurement behind notebook 03: overlap predicts an acceptance rate (`check.predict`), and the runs
-measure it.
+The experiment of notebook 03. The vocabulary overlap predicts an acceptance rate (`check.predict`);
+the runs measure it.
 """
 
 from collections.abc import Iterable
@@ -35,11 +35,11 @@ OWN_VOCABULARY = "its own"
 
 
 def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersection:
-    """Return `model` with the vocabulary of a family without weights; closing it closes `model`.
+    """Return `model` with the vocabulary of another model family; closing it closes `model`.
 
-    It drafts with the pieces that both vocabularies have, and so measures the vocabulary separately
-    from the model. A model of that family would also split its texts differently. Raises
-    VocabularyMismatch if no piece is shared.
+    It drafts only pieces that both vocabularies have, which isolates the effect of the vocabulary.
+    A model of that family would also tokenize text differently. Raises VocabularyMismatch if no
+    piece is shared.
     """
     translated = TokenIntersection(model, family)
     translated.name = f"{model.name} as {family.name}"
@@ -47,13 +47,14 @@ def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersect
 
 
 def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate each prompt plainly, then with `draft_model` as it is, with `draft`, and with the `families`.
+    """Generate each prompt plainly, and with `draft_model` in each vocabulary.
 
-    `measurements["trial"]` has a row for each: the translation, the overlap, the predicted and the
+    The vocabularies are its own, and those of `draft` and `families`; names with weights run as
+    models. `measurements["trial"]` has a row for each: the translation, the overlap, predicted and
     measured acceptance, and `rate_needed`, the acceptance rate above which drafting pays here.
-    `in_reach` is the share of the generated tokens that could be drafted, and `tau_bound` the upper
-    bound on `tau` that follows from it. `same_text` is None above temperature 0. Raises what
-    `specnb.load`, `read.describe` and `generate` raise; earlier results are saved.
+    `in_reach` is the share of generated tokens that could be drafted, and `tau_bound` the resulting
+    upper bound on `tau`. `same_text` is None above temperature 0. Raises what `specnb.load`,
+    `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     generations = study.generations
@@ -62,7 +63,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
     families = {name: describe(name) for name in names if not opens(name)}
     if absent := [name for name, family in families.items() if family.vocab is None]:
-        raise InputError(f"the pieces of {absent[0]} are not available: give a name from data/vocab, or a file")
+        raise InputError(f"no vocabulary available for {absent[0]}: give a name from data/vocab, or a file")
     total = len(study.chosen) * (2 + len(names))
 
     def generate_all(name: str, **drafting: Any) -> list[Generation]:
@@ -86,9 +87,9 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             drafted = generate_all(name, drafter=drafter, k=params.k)
             fit = drafter.translation
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
-                quality = chance_of(drafted)  # without translation it is the draft model's quality
+                quality = chance_of(drafted)  # without translation: the draft model's quality
             reach = reach_of(fit) if fit else 1.0
-            predictable = None not in (quality, reach) and name not in models  # the quality of other weights is unknown
+            predictable = None not in (quality, reach) and name not in models  # else quality is unknown
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
             tokens = [token for g in drafted for token in g.token_ids]
@@ -114,7 +115,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
 def bound(reach: float, k: int) -> float:
     """Return the upper bound on tau if a share `reach` of the text's tokens can be drafted.
 
-    Every other token takes a target forward pass of its own.
+    Every other token needs its own target forward pass.
 
     >>> bound(0.5, 4)
     2.0
@@ -123,9 +124,9 @@ def bound(reach: float, k: int) -> float:
 
 
 def chance_of(generations: Iterable[Generation]) -> float | None:
-    """Return the acceptance rate of tested drafts over all rounds; None without a draft.
+    """Return the share of tested draft tokens that were accepted; None if none was tested.
 
-    Drafts after the first rejected one of a round were not tested. In a tree a position counts once.
+    Tokens after a round's first rejection are not tested. In a tree, each position counts once.
     """
     rounds = [r for generation in generations for r in generation.rounds]
     tested = sum(r.n_tested for r in rounds)
@@ -135,13 +136,13 @@ def chance_of(generations: Iterable[Generation]) -> float | None:
 # --- Figures of notebook 03: verdicts of all pairs, and overlap against acceptance ---
 
 LOOKS = STYLE["verdicts"]
-"""Letter and colour of each verdict."""
+"""Letter and color of each verdict."""
 
 
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
-    """Draw `check.matrix`: every pair in the color and with the letter of its verdict.
+    """Draw `check.matrix`: every pair with the color and letter of its verdict.
 
-    An additional l or t marks pairs about which llama.cpp's or transformers' own check is wrong.
+    An additional l or t marks pairs that llama.cpp's or transformers' own check judges wrongly.
     """
     names = matrix["target"].unique()
     order = list(LOOKS)
@@ -183,9 +184,9 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
-    """Draw the acceptance rate over the share of an ordinary text's tokens that both vocabularies have.
+    """Draw the acceptance rate over the share of a text's tokens that both vocabularies have.
 
-    Open circles are predictions from the run of the same draft model in its own vocabulary.
+    Open circles are predictions, from the run of the same draft model in its own vocabulary.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
     drawn[["low", "high"]] = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]

@@ -1,32 +1,32 @@
-"""Gated DeltaNet, the linear layers of Qwen3-Next and Qwen3.5: by token, and for a whole tree.
+"""Gated DeltaNet, the linear layers of Qwen3-Next and Qwen3.5: token by token, and for a tree.
 
-The memory of a value head is a matrix S. A token updates it as follows (arXiv 2412.06464, there
-transposed):
+The memory of a value head is a matrix S. A token updates it as follows (arXiv 2412.06464, which
+uses the transpose):
 
     S' = e^g S                  forget: the gate decays all entries
-    u  = beta (v - S'^T k)      error: the difference of v from the memory's value for k
+    u  = beta (v - S'^T k)      error: the difference between v and the memory's value for k
     S  = S' + k u^T             write
     o  = S^T q                  read
 
-In a tree, the write of node i depends on its ancestors' writes only. Let a_ij be the sum of the
+In a tree, the write of node i depends only on its ancestors' writes. Let a_ij be the sum of the
 gates on the path from j (exclusive) to i, and a_i the sum from the committed text to i. Then the
-writes U of all nodes solve one linear system (the UT transform of the same paper, with a mask of
-ancestors instead of the causal one):
+writes U of all nodes solve one linear system (the UT transform of the same paper, with an ancestor
+mask instead of the causal mask):
 
     (I + X) U = R       X_ij = e^a_ij beta_i (k_i . k_j)  if j is an ancestor of i, else 0
                         R_i  = beta_i (v_i - e^a_i S_0^T k_i)
     o_i = e^a_i S_0^T q_i + sum of e^a_ij (q_i . k_j) u_j, over i and its ancestors j
 
-X is triangular, because parents come before children. S_0 is not changed.
+X is strictly lower triangular, because parents come before children. S_0 does not change.
 
 name    shape               meaning
 B, T                        rows of a batch; tokens, or nodes of a tree
 HK, HV                      key heads, value heads; value head h uses key head h // (HV / HK)
-q, k    (B, T, HK, dk)      query, key; of unit length, q over sqrt(dk)
+q, k    (B, T, HK, dk)      query, key; unit length, q divided by sqrt(dk)
 v       (B, T, HV, dv)      value
-g       (B, T, HV)          log of the gate, <= 0; -inf is a gate of exactly 0
+g       (B, T, HV)          log of the gate, <= 0; -inf means a gate of exactly 0
 beta    (B, T, HV)          strength of the write
-state   (B, HV, dk, dv)     S, float32 or float64, the type of all computations
+state   (B, HV, dk, dv)     S, float32 or float64, the dtype of all computations
 """
 
 from timeit import timeit
@@ -41,9 +41,9 @@ from specnb.lm.tree import Tree
 HEADS = 32
 KEY_HEADS = 16
 DIM = 128
-"""Sizes of a layer of Qwen3-Next-80B."""
+"""Head counts and size in Qwen3-Next-80B."""
 NODES = (4, 8, 16, 32)
-"""Sizes of the timed trees."""
+"""Number of nodes of the timed trees."""
 REPEATS = 5
 
 GATE_FLOOR = -1e4
@@ -56,10 +56,10 @@ def unit(x: Tensor) -> Tensor:
 
 
 def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply the rule token by token. Returns outputs (B, T, HV, dv) and the last state; T >= 1.
+    """Apply the rule token by token. Return outputs (B, T, HV, dv) and the last state; T >= 1.
 
-    The operations and their order equal those of transformers' `torch_recurrent_gated_delta_rule`,
-    so the results are bit-identical.
+    The operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`, so
+    the results are bit-identical.
     """
     q, k = (_each_value_head(x, v) for x in (q, k))
     outputs = []
@@ -72,7 +72,7 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
 
 
 def verify_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
-    """Return outputs (B, T, HV, dv) of all nodes; each equals the output of its path alone."""
+    """Return outputs (B, T, HV, dv) of all nodes; each equals that of its path alone."""
     q, k = (_each_value_head(x, v) for x in (q, k))
     q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
     fade, fade_from_start = _fades(g, torch.tensor(tree.seen))
@@ -93,10 +93,10 @@ def _read(state: Tensor, q: Tensor) -> Tensor:
 
 
 def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return e^a_ij (B, HV, T, T), 0 unless j is i or an ancestor, and e^a_i (B, HV, T, 1).
+    """Return e^a_ij (B, HV, T, T), 0 unless j is i or an ancestor of i, and e^a_i (B, HV, T, 1).
 
-    `g` is (B, HV, T). a_ij is a sum over the nodes between, not the difference a_i - a_j, which
-    would overflow if j is no ancestor, and lose precision if both are large.
+    `g` is (B, HV, T). a_ij is summed over the nodes between. The difference a_i - a_j would
+    overflow if j is not an ancestor, and lose precision if both are large.
     """
     gates = g.clamp(min=GATE_FLOOR)
     on_path = seen.to(g.dtype)
@@ -106,11 +106,11 @@ def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def tree_cost() -> pd.DataFrame:
-    """Time the verification of trees on one float32 layer with the shapes of Qwen3-Next-80B.
+    """Time tree verification on one float32 layer with the shapes of Qwen3-Next-80B.
 
     The trees are a chain, a tree with four children per node, and a star. Columns: tree, nodes,
     depth, solve_s (`verify_tree`), paths_s (the serial rule along each path from the committed
-    state), ratio, and max_error, the largest difference of the outputs. Times are medians of
+    state), ratio (paths_s / solve_s), and max_error between the outputs. Times are medians of
     REPEATS interleaved runs.
     """
     rows = []
@@ -133,7 +133,7 @@ def _cost_of(tree: Tree) -> dict[str, float]:
     v = torch.randn(1, n, HEADS, DIM, generator=draw)
     tokens = [q / DIM**0.5, k, v, -g, beta]
     state = 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
-    # 2. Verify the tree in both ways.
+    # 2. Verify the tree both ways.
     paths = [tree.path(leaf) for leaf in range(n) if leaf not in tree.parents]
     along_paths = torch.empty_like(v)
 

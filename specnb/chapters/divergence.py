@@ -28,20 +28,20 @@ from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import DivergenceParams
 
 NOTHING = "-"
-"""Shown if no module is named."""
+"""Placeholder in tables."""
 CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
-"""The set-ups of the case, by their names in its notes."""
+"""The set-ups of the case, as its notes name them."""
 GALLERY = ("S0", "S1", "S2", "S3")
-"""Set-ups that tell the planted faults apart."""
+"""Set-ups that distinguish the planted faults."""
 
 LIMIT = np.log10(TIMES_FLOOR)
-"""Heat from which a tensor counts as wrong."""
+"""Heat above which a tensor counts as wrong."""
 LOW, HIGH = -1.0, 8.0
-"""Range of a heat map, log10 of error over floor."""
+"""Range of a heat map: log10(error / floor)."""
 MOST_ROWS = 40
-"""Largest number of modules in a heat map."""
+"""Maximum number of modules in a heat map."""
 LEAST = 1e-8
-"""Smallest value on a logarithmic axis; smaller ones are drawn there."""
+"""Smallest value on a logarithmic axis; smaller values are clipped to it."""
 WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
 LEGEND = f"0: floor of sound runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
 
@@ -49,8 +49,8 @@ LEGEND = f"0: floor of sound runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} time
 class Gallery(NamedTuple):
     """Results of planted faults.
 
-    `table`: one row per fault. `strips`: faults by modules, log10 of error over floor of the worst
-    token. `named`: the module named first, by fault.
+    `table` has one row per fault. `strips` has faults as rows and modules as columns, with
+    log10(error / floor) of the worst token. `named` maps a fault to the first module named.
     """
 
     table: pd.DataFrame
@@ -59,7 +59,7 @@ class Gallery(NamedTuple):
 
 
 class Study(Experiment):
-    """The sections of the notebook, which make one record."""
+    """The experiment: one method per section, one record. Raises InputError for unknown faults."""
 
     def __init__(self, params: DivergenceParams) -> None:
         super().__init__("06_divergence", params, [])
@@ -71,23 +71,23 @@ class Study(Experiment):
 
     @cached_property
     def lab(self) -> Lab:
-        """The embedded pair, with one pristine copy and its floors for all faults."""
+        """The embedded pair, with a pristine copy and noise floors for all faults."""
         p = self.params
         models = pair(seed=p.seed, dtype=p.dtype)
         script = random_script(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
         return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:
-        """Investigate the fault as a service."""
+        """Deploy the fault in a service, and investigate it."""
         investigation = judge_service(self.lab, deploy=self._deploy, progress=progress)
         self.measured["investigation"] = investigation.document()
         return investigation
 
     def accept(self) -> pd.DataFrame:
-        """Decode speculatively with the draft in service; return one row per neighbor and verifier.
+        """Decode speculatively with the deployed draft; return one row per neighbor and verifier.
 
-        Columns: beside, verified_by, drafted, kept, acceptance_rate. The copy of the draft is
-        pristine.
+        Columns: beside (the neighbor), verified_by, drafted, kept (accepted), acceptance_rate. The
+        copy of the draft has no fault.
         """
         lab, p = self.lab, self.params
         copied, target = "a copy of itself", "the larger target"
@@ -117,12 +117,12 @@ class Study(Experiment):
         return pd.DataFrame(rows)
 
     def gallery(self, progress: Progress = silent) -> Gallery:
-        """Plant the faults of the gallery one by one, and investigate each as a service.
+        """Plant the faults of the gallery one by one, and investigate each in a service.
 
-        Columns of the table: fault, planted (a description), verdict, planted_module, module (named
-        first), module_right, token, planted_cause, cause, cause_right, seconds. A control
-        (`split_k`, `uniform_offset`) is right if no module is named. Raises InputError for a fault
-        that does not fit the models, and for one that never acts on this script.
+        Columns of the table: fault, planted (its description), verdict, planted_module, module
+        (named first), module_right, token, planted_cause, cause, cause_right, seconds. A control
+        (`split_k`, `uniform_offset`) passes if no module is named. Raises InputError for a fault
+        that does not fit the models, or never acts on this script.
         """
         rows, strips, framed = [], {}, {}
         for done, name in enumerate(self.faults):
@@ -152,7 +152,7 @@ class Study(Experiment):
                 }
             )
         table = pd.DataFrame(rows)
-        self.measured["gallery"] = table.to_dict("records")  # in Python's own types
+        self.measured["gallery"] = table.to_dict("records")  # Python types, for JSON
         return Gallery(table, pd.concat(strips, axis=1).T, framed)
 
 
@@ -160,11 +160,11 @@ class Study(Experiment):
 
 
 def case_table(investigation: Investigation) -> pd.DataFrame:
-    """Return the table of the case's notes, over the prompt: one column per set-up.
+    """Return the statistics in the case's notes, over the prompt: one column per set-up.
 
-    Key inputs are the output of the key projection, attention outputs the input of the output
-    projection. The digests cover all parameters of a bank of experts, as loaded and as read by its
-    operations. `difference` is the relative difference of the last set-up from the first.
+    A key input is the output of the key projection; an attention output is the input of the output
+    projection. The digests cover all parameters of an expert bank, as loaded and as read by its
+    operations. `difference` is |last / first set-up - 1|.
     """
     parts, columns = find(investigation.lab.draft), {}
     for name, says in CASE.items():
@@ -201,13 +201,13 @@ HYPOTHESES = {
     "the fused norm and residual": ("S3", "banks_alone"),
     "routing": ("S3", "banks_alone"),
 }
-"""The notes' hypotheses: the deciding set-up, and the value of `divergence_values` that decides."""
+"""The notes' hypotheses, each with the set-up and the `divergence_values` entry that decide it."""
 
 
 def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
-    """Return one row per hypothesis of the notes: deciding set-up, result, ruled out or not.
+    """Return one row per hypothesis of the notes: set-up, its result, ruled out or open.
 
-    This holds for the planted fault only: there is no trace of the case itself.
+    This applies to the planted fault only: there is no trace of the case itself.
     """
     values = divergence_values(investigation)
     rows = [
@@ -219,7 +219,7 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
-    """Return mean and standard deviation of a module's input or output over the prompt."""
+    """Return the mean and standard deviation of a module's input or output over the prompt."""
     values = outcome.trace.arrays[outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]].astype(float)
     return values.mean(), values.std()
 
@@ -228,8 +228,7 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
     """Compare each module's outputs in S0w, which is sound, with those in the first wrong set-up.
 
     Columns: module; mean_ratio, std_ratio, cosine and relative_l2 of the outputs, which include
-    errors of earlier modules; `by_itself`, the largest error of the module itself; its `ratio` to
-    the floor.
+    errors of earlier modules; by_itself, the module's own largest error; ratio, by_itself / floor.
     """
     bad = investigation.outcome()
     sound_run, wrong_run = investigation.outcomes["S0w"].run.whole, bad.run.whole
@@ -240,7 +239,7 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
         if key in sound_run and sound_run[key].values.dtype.kind == "f":
             a, b = (run[key].values.astype(float).ravel() for run in (sound_run, wrong_run))
             with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
-                cosine = np.minimum(1.0, a @ b / (norm(a) * norm(b)))  # rounding may pass 1; NaN stays
+                cosine = np.minimum(1.0, a @ b / (norm(a) * norm(b)))  # rounding may exceed 1
                 ratios = b.mean() / a.mean(), b.std() / a.std(), cosine, norm(b - a) / norm(a)
             rows.append((module, *ratios, error, ratio))
     columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
@@ -248,7 +247,7 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
 
 
 def misleading_figure(investigation: Investigation) -> go.Figure:
-    """Plot errors of each module's output: mean, standard deviation, direction and values.
+    """Plot the error of each module's output: mean, standard deviation, direction, relative L2.
 
     Values below LEAST are drawn at LEAST.
     """
@@ -265,7 +264,7 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     wrong = table["ratio"] > TIMES_FLOOR
-    for name, part, colour, width in (  # what a module does by itself has nothing to do with the next one
+    for name, part, colour, width in (  # markers only: modules' own errors are independent
         ("module by itself (shadow replay), sound", ~wrong, "#888", 2),
         ("module by itself, wrong", wrong, WRONG, 4),
     ):
@@ -284,7 +283,7 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
-    """Plot one strip per set-up, modules in the order of the run; the one named first is framed."""
+    """Plot one strip per set-up, modules in run order; the module named first is framed."""
     strips, marks = {}, {}
     for setup, outcome in investigation.outcomes.items():
         name = f"{setup} {outcome.setup.says}"
@@ -302,10 +301,10 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 
 
 def divergence_values(investigation: Investigation) -> Values:
-    """Return the values for the claims of notebook 06; those of a set-up not run are missing.
+    """Return the values for the claims of notebook 06; MISSING for set-ups S2 and S4 if not run.
 
-    `kept` and `kept_itself`: the share of tokens that are the same next to the target, or a copy,
-    as alone.
+    `kept` and `kept_itself` are the shares of greedy tokens that do not change if the draft runs
+    next to the target, or next to a copy of itself.
     """
     seen, outcomes = case_table(investigation), investigation.outcomes
     alone, beside = seen["S0 alone"], seen["S3 beside the larger target"]
@@ -341,7 +340,7 @@ def divergence_values(investigation: Investigation) -> Values:
 
 
 def heat_of(outcome: Outcome) -> pd.DataFrame:
-    """Return log10 of error over floor, from LOW to HIGH, of each module's worst tensor by position."""
+    """Return log10(error / floor), LOW to HIGH, of each module's worst tensor by position."""
     places = [outcome.errors["module"], outcome.errors["position"]]
     with np.errstate(divide="ignore"):
         heat = np.log10(outcome.errors["ratio"]).fillna(0).clip(LOW, HIGH).groupby(places).max()
@@ -349,10 +348,10 @@ def heat_of(outcome: Outcome) -> pd.DataFrame:
 
 
 def draw_heat(investigation: Investigation) -> go.Figure:
-    """Plot the heat map of the first wrong set-up, else of the last; frame its first divergence.
+    """Plot the heat map of the first wrong set-up, or else the last; frame the first divergence.
 
-    Modules in the order of the run by tokens, colored by `heat_of`; gray: not compared. It shows
-    wrong modules and their neighbors, or all if none is wrong, up to MOST_ROWS.
+    Rows are modules in run order, columns tokens, colors `heat_of`; gray: not compared. It shows
+    wrong modules and their neighbors, or all if none is wrong, at most MOST_ROWS.
     """
     outcome, first = investigation.outcome(), investigation.first
     table, setup = heat_of(outcome), outcome.setup
@@ -370,9 +369,9 @@ def draw_heat(investigation: Investigation) -> go.Figure:
 
 
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
-    """Plot one strip per row (a set-up, a fault): the worst token of each module, in run order.
+    """Plot one strip per row (a set-up or a fault): the worst token of each module, in run order.
 
-    `table`: rows by names, columns by modules. `marks`: the module to frame and name, by row.
+    `table` has one column per module. `marks` maps a row to the module to frame and label.
     """
     modules = _named(table.columns)
     figure = _heatmap(table, x=modules, y=_named(table.index), ygap=3)
@@ -395,10 +394,10 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
 
 
 def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
-    """Label each layer below the middle of its modules, and draw a line before it."""
+    """Label each layer at the middle of its modules, and draw a line before it."""
     numbers = pd.Series([*modules]).str.extract(r"\b(\d+)\b", expand=False)
     layers = numbers.groupby(numbers, sort=False).groups
-    every = max(1, -(-len(layers) // 12))  # names that fit
+    every = max(1, -(-len(layers) // 12))  # as many labels as fit
     for start, *_ in layers.values():
         figure.add_vline(start - 0.5, line_color="#888", line_width=1, line_dash="dot")
     middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
@@ -429,5 +428,5 @@ def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5
 
 
 def _named(modules: Sequence[str]) -> list[str]:
-    """Return escaped module paths: a figure interprets HTML tags."""
+    """Return module paths with HTML escaped, because figures interpret tags."""
     return [html.escape(str(module)) or "(the model)" for module in modules]

@@ -1,4 +1,4 @@
-"""The K sweep, the experiment of notebook 01: replays of every K of every drafter, some K live."""
+"""The K sweep of notebook 01: replay every K of every drafter, run some K live."""
 
 from collections.abc import Iterator
 from statistics import fmean
@@ -18,7 +18,7 @@ from specnb.records import RunRecord
 
 EXPERIMENT = "01_k_sweep"
 SIDE_BY_SIDE = (1, 2, 4, 5, 8, 10, 20, 40)
-"""Tokens of a forward pass for 1, 2, 4 and 8 sequences, with one and with five tokens of each."""
+"""Widths of passes over 1, 2, 4 and 8 sequences, with one or five tokens per sequence."""
 RATES = {
     "quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1},
     "normal": {"repeats": 3},
@@ -30,10 +30,10 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     """Run the sweep; the record contains the generations, the verify cost curve, c, and the forks.
 
     If an error or an interrupt ends the run, the generations so far are saved as a failed run. A
-    `drafter` that cannot be loaded is an error; one of `replayed` is left out with its reason. The
-    recordings of the replay are added to `recordings`.
+    `drafter` that cannot be loaded is an error; one of `replayed` is left out, with the reason. The
+    replay's recordings are appended to `recordings`.
     """
-    # A lossy rule's text depends on the drafts, and the block rule accepts more draft tokens.
+    # The text of a lossy rule depends on the drafts; the block rule accepts more draft tokens.
     replays = params.rule == "token"
     others = [name for name in params.replayed if replays and name != params.drafter]
     with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
@@ -70,7 +70,7 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
 
 
 def _more_costs(study: Sweep) -> dict[str, Any]:
-    """Return c of the live drafter, T(n) of several sequences at each context, and plain rates."""
+    """Return c of the live drafter, T(n) for several sequences at each context, and plain rates."""
     target = study.target
     contexts = [n for n in study.params.contexts if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx]
     curves = [verify_curve(target, widths=SIDE_BY_SIDE, context=n, repeats=3) for n in contexts]
@@ -82,7 +82,7 @@ def _more_costs(study: Sweep) -> dict[str, Any]:
 
 
 def _forks(study: Sweep) -> Iterator[dict[str, Any]]:
-    """Yield the forks of greedy live texts from the plain ones."""
+    """Yield where greedy live texts diverge from the plain texts."""
     for live in study.generations:
         if live.k and not live.temperature:
             fork = fork_of(study.target, plain_text_of(study.generations, live), live)
@@ -91,9 +91,10 @@ def _forks(study: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _turns(study: Sweep) -> Iterator[dict[str, Any]]:
-    """Answer each turn of conversations greedily, and replay the answers with the largest live K.
+    """Generate each turn of the conversations greedily, and replay it with the largest live K.
 
-    Yields nothing for a model without a chat template.
+    A conversation ends at the first turn that exceeds the context. Yields nothing for a model
+    without a chat template.
     """
     target = study.target
     drafter = study.drafters[0]

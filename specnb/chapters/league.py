@@ -1,6 +1,6 @@
-"""The league of drafters: replays of every K on the same texts of one target, live at the best K.
+"""Compare all drafters on the same texts of one target: replay every K, run the best K live.
 
-The experiment of notebook 07. Its record separates predictions of replays from live results.
+The experiment of notebook 07. Its record separates replay predictions from live results.
 """
 
 from typing import Any
@@ -30,10 +30,9 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     """Generate plainly, follow every drafter along the texts, replay every K, run the best K live.
 
     Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
-    Drafters that do not fit the target are in `left_out` with the reason; `names` maps drafters to
-    their names in the parameters. `replay` has a row for each drafter, text and K, `alphas` the
-    tested and accepted draft tokens by position, `best` the K of the live runs. The live runs are
-    generations.
+    Measurements: `left_out` gives the reason for each drafter that does not fit the target, `names`
+    maps drafters to their names in the parameters, `replay` has a row for each drafter, text and K,
+    `alphas` the tested and accepted draft tokens by position, and `best` the K of the live runs.
     """
     with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
         # 1. Open the models.
@@ -66,7 +65,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
 
 
 def _alphas(recording: Recording) -> dict[str, Any]:
-    """Return the tested and accepted draft tokens by position, with the largest K."""
+    """Return the tested and accepted draft tokens by position, at the largest K."""
     counts = fixed_k(recording, recording.k_max)
     return recording.key | {"tested": counts.tested, "kept": counts.kept}
 
@@ -74,19 +73,19 @@ def _alphas(recording: Recording) -> dict[str, Any]:
 # --- Tables and figures of notebook 07: drafters by content, live and replayed, and where a draft pays ---
 
 SHOWN = (1, 2, 4)
-"""Positions of which a table shows the acceptance."""
+"""Positions whose acceptance rate the tables show."""
 
 
 def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """Return one row per drafter, the fastest first, on all contents or on one `category`.
+    """Return one row per drafter, fastest first, on all contents or on one `category`.
 
     Columns:
 
-    - c; alpha_1, alpha_2, alpha_4 (share accepted of the draft tokens that were tested at this
-      position); tested (draft tokens tested at position 1)
+    - c; alpha_1, alpha_2, alpha_4 (share of the draft tokens tested at this position that were
+      accepted); tested (draft tokens tested at position 1)
     - best_k and its range; tau
     - predicted, low, high: speed-up at that K over plain decoding in the same engine, with an
-      interval over prompts; without_loops: the same without answers that loop
+      interval over prompts; without_loops: the same, excluding answers that loop
     - live, live_low, live_high; prompts; identical: number of texts equal to plain decoding
     - over_fastest: live over the record's baseline
     """
@@ -108,20 +107,21 @@ def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> 
 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
-    """Return `rank_drafters` for display; a `*` marks a drafter that runs in another engine than the target."""
+    """Return `rank_drafters` for display; `*` marks drafters in another engine than the target."""
     return compact(rank_drafters(record, temperature)).rename(index=lambda name: name + _star(record, name))
 
 
 def _star(record: RunRecord, drafter: str) -> str:
-    """Return "*" for a drafter that runs in another engine than the target."""
+    """Return "*" for a drafter in another engine than the target, else ""."""
     names = record.measurements["names"]
     return "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
 
 
 def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """Return one row per drafter: live decoding speed over interleaved plain decoding, with its interval.
+    """Return one row per drafter: live speed-up over interleaved plain decoding, with its interval.
 
     Columns: live, live_low, live_high, prompts, identical (greedy texts equal to plain decoding).
+    Empty for a published record, which has no generations.
     """
     columns = {
         "speedup": "live",
@@ -130,7 +130,7 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
         "n_prompts": "prompts",
         "identical": "identical",
     }
-    if not record.generations:  # a published record
+    if not record.generations:
         return pd.DataFrame(columns=[*columns.values()])
     wanted = "k > 0 and n_decoded > 0 and temperature == @temperature" + " and category == @category" * bool(category)
     table = speed_table(live_rows(record).query(wanted), ["drafter"])
@@ -138,7 +138,7 @@ def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd
 
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
-    """Return the number of answers by content and temperature, and how many of them loop."""
+    """Return the number of plain answers by content and temperature, and how many of them loop."""
     answers = live_rows(record).query("k == 0")
     loops = answers.groupby(["category", "temperature"], sort=False)["loops"]
     return loops.agg(answers="size", looping="sum").reset_index()
@@ -153,7 +153,7 @@ def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
 
 
 def list_trained() -> pd.DataFrame:
-    """Return the shipped drafters: kind, megabytes, parameters, tokens of training text, examples."""
+    """Return the shipped drafters: name, kind, mb, parameters, text_tokens (training), examples."""
     rows = []
     for name, folder in shipped().items():
         facts = read_json(folder / TRAINING_FILE)
@@ -175,9 +175,9 @@ def list_trained() -> pd.DataFrame:
 
 
 def draw_region(record: RunRecord) -> go.Figure:
-    """Draw the acceptance rate from which drafting beats plain decoding over c, with the drafters as marks.
+    """Draw the break-even acceptance rate over c, with the drafters as marks.
 
-    Both are for the engine and the machine of the run.
+    Above the line, drafting beats plain decoding in the run's engine, on its machine.
     """
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     c = np.linspace(0, 1, 51)
@@ -192,6 +192,6 @@ def draw_region(record: RunRecord) -> go.Figure:
 
 
 def draw_contents(frame: pd.DataFrame) -> go.Figure:
-    """Draw the predicted speed-up of each drafter by content (`compare_contents`)."""
+    """Draw the predicted speed-up of each drafter by content, from `compare_contents`."""
     named = frame.assign(drafter=frame["drafter"].map(readable))
     return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")

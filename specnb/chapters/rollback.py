@@ -1,4 +1,4 @@
-"""Compare rollback strategies on the same drafts: exactness, speed and memory. For notebook 04."""
+"""Compare rollback strategies on the same drafts: exactness, speed, memory (notebook 04)."""
 
 import re
 import shutil
@@ -47,17 +47,17 @@ TWIN_FIELDS = (
     "bos_token_id",
     "eos_token_id",
 )
-"""Config fields that an attention-only twin copies from its hybrid."""
+"""Config fields that an attention-only twin copies from its hybrid model."""
 TWIN_DISK_BYTES = 1 << 30
 
 
 def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate every passage plainly and with every strategy, K and acceptance; then with drafters.
+    """Generate passages plainly, with every strategy, K and acceptance rate, and with drafters.
 
-    `measurements["ways"]` has a row for each target, K, acceptance and strategy: tokens/s, speedup
-    over plain decoding of the same model (interval over passages), memory and counts of the
-    rollback. The strategy "crop, attention only" is an attention-only model of the same size.
-    `measurements["drafters"]` has lookup and `draft` with the first target. Raises what
+    `measurements["ways"]` has a row for each target, K, acceptance rate and strategy: tokens/s,
+    speedup over plain decoding of the same model (interval over passages), memory and rollback
+    counts. The strategy "crop, attention only" is an attention-only model of the same size.
+    `measurements["drafters"]` has prompt lookup and `draft` on the first target. Raises what
     `specnb.load` and `generate` raise; the results so far are saved.
     """
     source = params.prompts
@@ -95,8 +95,8 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
 def name_in(model: str, engine: str) -> str:
     """Return the name that opens `model` in an engine, "llama" or "torch", with one thread.
 
-    Small models do not gain from more threads, and llama.cpp's waiting threads are slow next to
-    other load. Folders are opened in float32 in llama.cpp. Options in the name have precedence.
+    Small models do not gain from more threads, and llama.cpp's waiting threads are slow if other
+    processes run. llama.cpp opens folders in float32. Options in the name take precedence.
     """
     options = {"backend": "hf" if engine == "torch" else engine, "threads": 1}
     if engine == "llama" and parse(model).where == "hf":
@@ -106,18 +106,18 @@ def name_in(model: str, engine: str) -> str:
 
 
 class _Bench:
-    """A target, opened with each strategy, and its attention-only twin."""
+    """A target opened with each strategy, and its attention-only twin if it has one."""
 
     def __init__(self, name: str, study: Experiment) -> None:
         self.name = name
         self._params = study.params
-        # 1. Open the target with the strategies that its engine and family have.
+        # 1. Open the target with each strategy that its engine and family support.
         self.models = {}
         for strategy in STRATEGIES:
             try:
                 self.models[strategy] = study.opened(load(name, rollback=strategy))
             except (InputError, LoadError):
-                if strategy == "recompute":  # every model has it
+                if strategy == "recompute":  # every model supports it
                     raise
         self.plain = next(iter(self.models.values()))
         n = study.params.prompt_tokens
@@ -125,16 +125,16 @@ class _Bench:
         self.truths = self._continuations(self.plain)
         # 2. Open the twin.
         self._twins = {}
-        with suppress(InputError):  # the model has none
+        with suppress(InputError):  # the model has no twin
             options = name.removeprefix(parse(name).source)
             twin = study.opened(load(f"{attention_twin(name)}{options}"))
             self._twins = {FREE: twin}
             self._twin_truths = self._continuations(twin)
 
     def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
-        """Return the rows of one K and acceptance."""
+        """Return the rows of one K and acceptance rate."""
         rows = self._timed(self.models, self.truths, k, rate)
-        if self._twins:  # speedups over the twin's plain decoding
+        if self._twins:  # speedups are over the twin's plain decoding
             rows += self._timed(self._twins, self._twin_truths, k, rate)[1:]
         cell = {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
         costs = {strategy: self._cost(model, k) for strategy, model in self.models.items()}
@@ -143,7 +143,7 @@ class _Bench:
     def _timed(
         self, models: Mapping[str, LanguageModel], truths: Sequence[Generation], k: int, rate: float
     ) -> list[dict[str, Any]]:
-        """Compare speculation with each model to plain decoding with the first one."""
+        """Compare speculative decoding with each model to plain decoding with the first."""
         settings = {"max_new_tokens": self._params.max_new_tokens, "ignore_eog": True}
 
         def decode(model: LanguageModel, index: int) -> Generation:
@@ -158,7 +158,7 @@ class _Bench:
         return _rows(methods, range(len(self.prompts)))
 
     def _cost(self, model: LanguageModel, k: int) -> dict[str, Any]:
-        """Return the peak memory of a round, and the rollback counts of the last generation."""
+        """Return the peak rollback memory of a round, and the counts of the last generation."""
         counts = vars(model.rollback.cost).copy()
         model.reset()
         model.forward(self.prompts[0])
@@ -168,34 +168,34 @@ class _Bench:
         return counts
 
     def _continuations(self, model: LanguageModel) -> list[Generation]:
-        """Decode plainly, K tokens longer than the generations, as far as drafts may extend."""
+        """Decode plainly, with the largest K more tokens, because drafts may extend that far."""
         tokens = self._params.max_new_tokens + max(self._params.ks)
         return [generate(model, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
 
 
 def _rows(methods: Mapping[str, Any], prompts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a row for each method, plain decoding first; missing values are None, for JSON."""
+    """Return a row for each method, plain decoding first; NaN becomes None, for JSON."""
     return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
 
 
 def passages(*, limit: int) -> list[Prompt]:
-    """Return the first `limit` held-out passages of code, the kind that the embedded pair learned.
+    """Return the first `limit` held-out passages of code, the domain of the embedded pair.
 
     Raises InputError if there are fewer.
     """
     lines = json_lines(embedded_root() / "held_out.jsonl")
     texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
     if limit > len(texts):
-        raise InputError(f"got {limit} passages, expected 1 to {len(texts)}")
+        raise InputError(f"got {limit} passages, expected at most {len(texts)}: lower `passages`")
     return [Prompt(id=f"held-out-code-{i:02d}", category="code", text=text) for i, text in enumerate(texts[:limit])]
 
 
 def attention_twin(name: str) -> Path:
     """Return a cached folder of a Qwen3 model with depth, widths, heads and vocabulary of `name`.
 
-    The twin has no recurrence and random weights. It shows the cost of the same speculation with
-    free rollback. `name` is an embedded hybrid or a local folder; for llama.cpp, a GGUF file is
-    written next to the cached folder. Raises InputError for other names, and for a model without
+    The twin has random weights and no recurrent layers. It shows the cost of the same speculation
+    if rollback is free. `name` is an embedded hybrid or a local folder; for llama.cpp, a GGUF file
+    is written next to the cached folder. Raises InputError for other names, and for a model without
     attention heads or tokenizer.
     """
     spec = parse(name)
@@ -226,7 +226,7 @@ def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
 
 
 def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
-    """Write `twin` in float16, with the header of its hybrid's GGUF without recurrent keys."""
+    """Write `twin` in float16, with its hybrid's GGUF header minus the recurrent keys."""
     from gguf import MODEL_ARCH, GGUFReader, GGUFWriter, get_tensor_name_map
     from safetensors.numpy import load_file
 
@@ -241,7 +241,7 @@ def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
             writer.add_key_value(key, value.contents(), value.types[0], value.types[-1])
     names = get_tensor_name_map(MODEL_ARCH.QWEN3, fields[f"{arch}.block_count"].contents())
     for name, weight in load_file(twin / "model.safetensors").items():
-        # llama.cpp expects vectors in float32
+        # llama.cpp expects vectors in float32.
         stored = weight.astype(np.float16) if weight.ndim == 2 else weight
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
     writer.write_header_to_file()
@@ -251,10 +251,10 @@ def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
 
 
 class ScriptedDrafter(DrafterBase):
-    """Drafts with a given acceptance, to measure costs (`--spec-synth-rates` in llama.cpp).
+    """Drafts with a given acceptance rate, to measure costs (`--spec-synth-rates` in llama.cpp).
 
-    Drafts the target's continuation `truth`. Each token is correct with probability `rate`; after
-    the first wrong one, all are wrong (the next id in the vocabulary). Stops at the end of `truth`.
+    Drafts the target's continuation `truth`, up to its end. Each token is correct with probability
+    `rate`; after the first wrong token in a round, all are wrong (the correct id + 1).
     """
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
@@ -274,17 +274,17 @@ class ScriptedDrafter(DrafterBase):
         return Proposal((*self._truth[drafted][:n_right], *self._wrong[drafted][n_right:]))
 
 
-# --- Two failures of treating a recurrent state like a KV cache: one with an error, one without ---
+# --- Cropping a recurrent state like a KV cache: an error in llama.cpp, none in transformers ---
 
 PROMPT = [(37 * i + 11) % 200 + 20 for i in range(12)]
 BLOCK = PROMPT[:4]
 
 
 def llama_refusal(name: str) -> str:
-    """Return llama.cpp's error and log if the last tokens of a recurrent state are removed.
+    """Return llama.cpp's error and log after removing the last tokens of a recurrent state.
 
     This is the field report's error: `llama_memory_seq_rm` returns False, and the next decode finds
-    inconsistent positions. `name` is a model that llama.cpp opens.
+    inconsistent positions. `name` is a model that llama.cpp can open.
     """
     with closing(load(name, rollback="recompute")) as model:
         engine = model._engine  # bypasses the rollback strategy
@@ -305,9 +305,9 @@ def llama_refusal(name: str) -> str:
 def transformers_crop(name: str) -> pd.DataFrame:
     """Compare transformers' `Cache.crop`, which raises no error, with specnb's rollback.
 
-    Returns a row for each: the largest difference from the logits of a model that never processed
-    the rejected tokens, and the number of equal next tokens. `name` is an embedded recurrent model
-    or a local folder.
+    Returns one row for each: the largest difference from the logits of a model that never processed
+    the rejected tokens, and the number of next tokens that agree. `name` is an embedded recurrent
+    model or a local folder.
     """
     rejected = BLOCK[::-1]
     expected = _logits_after_crop(name, [])
@@ -330,7 +330,7 @@ def transformers_crop(name: str) -> pd.DataFrame:
 
 
 def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
-    """Return transformers' logits of BLOCK after PROMPT, and after `rejected` was fed and cropped."""
+    """Return transformers' logits of BLOCK after PROMPT and `rejected`, which is cropped."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -354,30 +354,30 @@ def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
         return feed(BLOCK, len(PROMPT)).numpy()
 
 
-# --- Tables and figures of notebook 04: rollback strategies, what they keep, and trees ---
+# --- Tables and figures of notebook 04: rollback strategies, their memory, and trees ---
 
 CELL = ["target", "engine", "k", "acceptance"]
-"""Columns that one measurement of all strategies shares."""
+"""Columns that identify one measurement of all strategies."""
 
 MIB = 2**20
 
 
 def strategies(record: RunRecord) -> pd.DataFrame:
-    """Return the rows of `run_strategies`; `kept_mib` is the peak memory in a round for rollback, in MiB."""
+    """Return the rows of `run_strategies`; `kept_mib` is a round's peak rollback memory in MiB."""
     frame = pd.DataFrame(record.measurements["ways"])
     return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
 
 
 def drafters(record: RunRecord) -> pd.DataFrame:
-    """Return one row per K for lookup and the draft model, with the first target."""
+    """Return one row per K for prompt lookup and the draft model, on the first target."""
     return pd.DataFrame(record.measurements["drafters"])
 
 
 def fused(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of fused replay relative to separate replay and to a free rewind, by K and acceptance.
+    """Return the speed of fused replay relative to `checkpoint` and to a free rewind.
 
-    Each speed is relative to plain decoding of the same model with the same drafts. The free rewind is
-    that of an attention-only model of the same size.
+    One row per K and acceptance rate. The speeds compared are speedups over plain decoding of the
+    same model. The free rewind is that of an attention-only model of the same size.
     """
     wide = table.pivot(index=CELL, columns="method", values="speedup")
     others = {"checkpoint": "over checkpoint", FREE: "over a free rewind"}
@@ -386,7 +386,7 @@ def fused(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest strategy by K and acceptance, with its speed-up, tau and memory."""
+    """Return the fastest strategy by K and acceptance rate, with its speed-up, tau and memory."""
     measured = table.query("method in @STRATEGIES")
     best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
     return best.rename(columns={"method": "fastest"}).reset_index(drop=True)
@@ -408,7 +408,7 @@ def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.Da
 
 
 def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
-    """Draw the speed over plain decoding: a mark per strategy, a panel per K and acceptance."""
+    """Draw the speed-up over plain decoding: a mark per strategy, a panel per K and acceptance."""
     rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
     panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts correct".format)
     columns = rows["acceptance"].nunique()
@@ -434,7 +434,7 @@ def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
 
 
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
-    """Draw the time of the serial rule along every path relative to one masked solve, by tree size."""
+    """Draw the time of the serial rule over that of one masked solve, by tree size."""
     figure = (
         px.line(
             milliseconds(table),

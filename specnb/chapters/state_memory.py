@@ -1,17 +1,17 @@
-"""Memory of each rollback strategy, computed from the sizes of the recurrent layers in a config.
+"""Memory of each rollback strategy, computed from the recurrent layer sizes in a model's config.
 
-One description covers four kinds of layers. A state always has heads x value_dim x key_dim numbers.
-A token changes it by the outer product of a value (heads x value_dim) and a key (key_heads x
-key_dim, shared by groups of heads):
+One description covers four kinds of layers. A state has heads x value_dim x key_dim elements. A
+token updates it by the outer product of a value (heads x value_dim) and a key (key_heads x key_dim,
+shared by groups of heads):
 
                 value               key                 gates, float32      convolution inputs
 gated-delta     v                   k                   g, beta             q, k, v
 mamba2          x                   B (groups)          dt                  x, B, C
 mamba1          x, head = channel   B (shared by all)   dt, by channel      x
-short-conv      none: the convolution window is the whole state             B * x
+short-conv      none: the convolution window is the entire state            B * x
 
 All bytes are for one sequence and all recurrent layers; a batch of n needs n times as much. The KV
-cache of a hybrid's attention layers is not included, because cropping it is free.
+cache of a hybrid's attention layers is excluded, because cropping it is free.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,23 +26,23 @@ from specnb.io import read_toml, reading
 from specnb.lm.files import local_folder
 
 FLOAT32 = 4
-"""Bytes per number."""
+"""Bytes per element."""
 WIDTHS = (2, 4, 8, 16, 64)
-"""Draft tokens of a round, or nodes of a tree."""
+"""Numbers of draft tokens in a round, or of nodes in a tree."""
 RECURRENT_LAYERS = {"linear_attention", "hybrid", "conv", "mamba"}
-"""Entries of `layer_types` with a recurrent state (hybrid: and attention in the same layer)."""
+"""Entries of `layer_types` with a recurrent state (hybrid: with attention in the same layer)."""
 
 TABLE = read_toml(Path(__file__).with_suffix(".toml"))
 KINDS = {family: kind for kind in TABLE["kinds"] for family in kind["model_types"]}
-"""Kinds of recurrent layers by transformers' `model_type`, with the config attributes of sizes."""
+"""Kinds of recurrent layers by transformers' `model_type`, with their config attributes."""
 PUBLISHED = TABLE["published"]
-"""Models by name: their `model_type` and the attributes that differ from its defaults."""
+"""Models by name: `model_type`, and the attributes that differ from its defaults."""
 
 
 def find_config(name: str) -> Any:
     """Return the transformers config of a model in state_memory.toml, a folder, or hf:ORG/NAME.
 
-    Reads no weights. Raises InputError if there is no config.
+    Reads no weights. Raises InputError for an unknown name or a config that cannot be read.
     """
     from transformers import AutoConfig
 
@@ -59,18 +59,18 @@ def find_config(name: str) -> Any:
 def sizes_of(config: Any) -> dict[str, int]:
     """Return the bytes of a model's recurrent layers by quantity, summed over layers.
 
-    `config` is a transformers config; of a composite config, the text part is used. Quantities per
+    `config` is a transformers config; for a composite config, the text part is used. Quantities per
     sequence, in float32 as in llama.cpp: `state` S (heads x value_dim x key_dim), `window` R (the
     columns that the convolution reads again, one fewer than its taps), and `snapshot`, their sum.
     Quantities per token, with values, keys and columns in the config's dtype (default float32) and
-    gates in float32, because errors of a decay persist in the state:
+    gates in float32, because decay errors persist in the state:
 
-    * `column`: the token's input of the convolution, needed for the window in addition to a replay;
+    * `column`: the token's input to the convolution, to restore the window in addition to a replay;
     * `raw_replay`: value, key (before sharing among heads) and gates; queries only read the state;
     * `factor_replay`: the rank-one write u (beta (v - S k), or dt x), its key, and one decay per
-      head, so that no serial chain remains; long outputs drift unless they are float32;
+      head, so that no serial dependency remains; long outputs drift unless these are float32;
     * `pre_conv`: the column and the projections computed with it (a and b, raw dt), which restore
-      window and state; convolution, gates and Mamba-1's projections are then computed again.
+      window and state; the convolution, the gates and Mamba-1's projections are then recomputed.
 
     Raises InputError for unknown families and for configs without recurrent layers.
     """
@@ -107,7 +107,7 @@ def of_models(make: Callable[[dict[str, int]], pd.DataFrame], names: Sequence[st
 
 
 def parts(n: dict[str, int]) -> pd.DataFrame:
-    """Return a table of the sizes `n`: `quantity`, `n_bytes`, and the factor to S + R."""
+    """Return a table of the sizes `n`: quantity, n_bytes, and times_smaller, (S + R) / n_bytes."""
     rows = {
         "state S": n["state"],
         "window R": n["window"],
@@ -123,9 +123,9 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
 
 
 def tabulate_memory(n: dict[str, int]) -> pd.DataFrame:
-    """Return the peak memory of a round in bytes, including the live state; a row for each width.
+    """Return the peak memory of a round in bytes, including the live state; one row per width.
 
-    `width` is the number of draft tokens, or nodes of a tree. These columns grow with it:
+    `width` is the number of draft tokens, or of tree nodes. These columns grow with it:
     `snapshots_bytes` (one per position), `raw_replay_bytes` and `factor_replay_bytes` (with their
     conv columns), `pre_conv_bytes`. These do not: `live_bytes`, `checkpoint_bytes`. The replays
     assume that verification does not change the state; an engine that updates it in place needs one
@@ -140,6 +140,6 @@ def tabulate_memory(n: dict[str, int]) -> pd.DataFrame:
         "raw_replay_bytes": live + width * (n["raw_replay"] + n["column"]),
         "factor_replay_bytes": live + width * (n["factor_replay"] + n["column"]),
         "pre_conv_bytes": live + width * n["pre_conv"],
-        "checkpoint_bytes": 2 * live,  # the accepted tokens are computed again
+        "checkpoint_bytes": 2 * live,  # accepted tokens are recomputed
     }
     return pd.DataFrame(columns)

@@ -1,7 +1,7 @@
-"""Do these heads work? The experiment of notebook 05: gates, trees, speeds, short trainings.
+"""Do these heads work? The experiment of notebook 05: gates, trees, speed, short training runs.
 
-The short trainings have hundreds of times fewer steps than heads need. They show how a training
-runs, and how the variants of an ablation compare, not what heads can reach.
+The short runs have hundreds of times fewer steps than heads need. They show how training proceeds,
+and how the variants of an ablation compare, not the accuracy that heads can reach.
 """
 
 from collections.abc import Sequence
@@ -45,16 +45,16 @@ from specnb.prompts import Prompt, prompts
 from specnb.records import RunRecord
 
 REPEATS = 15
-"""Number of drafts in a median."""
+"""Number of timed drafts per median."""
 PLAIN, ALL = "plain", "all"
 PARTS = ("draft", "verify", "rewind", "other")
-"""The parts of a round's time."""
+"""Parts of a round's time."""
 
 
 class HeadsStudy(Experiment):
-    """The experiment, with a set of heads of each kind. `close` it at the end.
+    """The experiment, with one set of heads of each kind. Call `close` at the end.
 
-    `timed` and `judged` are prompts; `text` is the folder of the text for short trainings.
+    `timed` and `judged` are prompts; `text` is the folder of the training text for short runs.
     """
 
     def __init__(self, params: MedusaParams, target: LanguageModel) -> None:
@@ -71,22 +71,22 @@ class HeadsStudy(Experiment):
 
     @property
     def sound(self) -> Sound:
-        """The Medusa heads and the text, to plant faults on and to vary."""
+        """The Medusa heads and the training text, for planted faults and ablations."""
         return Sound(*self.loaded["medusa"], self.backbone, self.text, self.params.seed)
 
     @cached_property
     def reference(self) -> Reference:
-        """The target's own texts of the prompts that heads are judged on."""
+        """The target's own texts for the prompts on which heads are judged."""
         return Reference(self.target, self.judged, self.params.max_new_tokens)
 
     @cached_property
     def tree_costs(self) -> CostCurve:
-        """The target's cost of forward passes over trees."""
+        """The target's T(n) for forward passes over trees."""
         return tree_curve(self.target)
 
     @classmethod
     def open(cls, params: MedusaParams) -> Self:
-        """Load the target and both checkpoints."""
+        """Load the target and the heads of both kinds."""
         return cls(params, load(params.target, backend="hf", dtype=params.dtype))
 
     def close(self) -> None:
@@ -94,9 +94,9 @@ class HeadsStudy(Experiment):
         self._opened.close()
 
     def keep(self, name: str, *tables: pd.DataFrame) -> pd.DataFrame:
-        """Put a table into the record under `name`, and return it.
+        """Store a table in the record under `name`, and return it.
 
-        Two tables, one for each kind, become one with a column `kind`.
+        Two tables, one per kind, are joined into one with a column `kind`.
         """
         table = tables[0]
         if len(tables) > 1:
@@ -106,16 +106,17 @@ class HeadsStudy(Experiment):
         return table.reset_index(drop=True)
 
     def judge(self, kind: str, progress: Progress = silent) -> Checked:
-        """Judge the gates on the heads of a kind."""
+        """Judge all gates for the heads of a kind."""
         self.checked[kind] = judge_gates(self.reference, *self.loaded[kind], progress=progress)
         return self.checked[kind]
 
     def compare_trees(self, kind: str) -> pd.DataFrame:
-        """Return the expected speed-up of the fastest tree of each size, for heads that passed.
+        """Return the expected speed-up of the best tree of each size, for heads that passed.
 
-        The accuracies are those on the judged prompts: on training text heads are right more often.
-        Columns: nodes, depth, tokens, seconds, speedup (over plain decoding in the same engine),
-        and low, high over prompts. Raises InputError if a gate failed.
+        Accuracies are measured on the judged prompts; on training text they are higher. Columns:
+        nodes, depth, tokens (expected per round), seconds (per round), speedup (over plain decoding
+        in the same engine), low and high (interval over prompts). Raises InputError if a gate
+        failed.
         """
         checked = self.checked[kind]
         if not checked.passed:
@@ -126,7 +127,7 @@ class HeadsStudy(Experiment):
         self.trees[kind] = timed_trees(drafter, marginal(count_ranks(scores)), self.tree_costs)
         by_prompt = [count_ranks([of_prompt]) for of_prompt in scores]
         plain_s = self.trees[kind][0].seconds
-        rows = {}  # several sizes may have the same tree
+        rows = {}  # several sizes may give the same tree
         for plan, tokens, seconds in self.trees[kind]:
             expected = interval(by_prompt, lambda counts, plan=plan: plan.tokens(marginal(counts.sum(0))))
             gains = plain_s / seconds * np.array(expected)
@@ -135,15 +136,15 @@ class HeadsStudy(Experiment):
         return pd.DataFrame(rows.values(), columns=columns)
 
     def fastest(self, kind: str) -> TimedTree:
-        """Return the tree with the most expected tokens per second, of one node or more."""
+        """Return the tree of at least one node with the most expected tokens per second."""
         return fastest_tree(self.trees[kind][1:])
 
     def time(self, kind: str, progress: Progress = silent) -> pd.DataFrame:
-        """Time the heads with their fastest tree against plain decoding, interleaved.
+        """Time the heads with their fastest tree, interleaved with plain decoding.
 
         Columns: those of `tabulate_by_category`, with speed-ups over the baseline;
-        speedup_same_engine, over plain decoding of the target as it was opened; expected_tau,
-        expected_speedup; tau_needed, from which drafting pays; busy.
+        speedup_same_engine, over plain decoding of the target as opened; expected_tau and
+        expected_speedup; tau_needed, the break-even tau; busy.
         """
         best = self.fastest(kind)
         drafter = HeadsDrafter(self.target, self.loaded[kind][0], best.plan)
@@ -163,9 +164,9 @@ class HeadsStudy(Experiment):
         )
 
     def compare_texts(self) -> pd.DataFrame:
-        """Decode timed prompts in float32, where rounding changes no text: plain, chains and trees.
+        """Compare drafted texts with plain texts in float32, where rounding changes no text.
 
-        One row per kind and shape: prompts, and the number of texts that `differ` from plain ones.
+        One row per kind and shape (chain, tree): number of prompts, and of texts that differ.
         """
         p = self.params
         target = self.target
@@ -187,7 +188,7 @@ class HeadsStudy(Experiment):
         return self.keep("identity", pd.DataFrame(rows))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
-        """Return the record of the measurements so far; its run id is always the same."""
+        """Return the record of the measurements so far; its run ID depends on the parameters."""
         self.models = models_of(self.target, []) + [
             {
                 "role": "drafter",
@@ -202,9 +203,9 @@ class HeadsStudy(Experiment):
 
 
 def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
-    """Return the prompts to time, the first of each category, and those to judge, the last.
+    """Return the first prompts of each category, to time, and the last, to judge heads on.
 
-    At least FEWEST are judged. Raises InputError if a category has too few for both.
+    At least FEWEST prompts are judged. Raises InputError if a category has too few for both.
     """
     by_category = {category: prompts(category, source=source) for category in categories}
     judged = -(-FEWEST // len(by_category))
@@ -217,7 +218,7 @@ def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
 
 
 def load_kind(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
-    """Load trained heads. Raises InputError for heads of another kind, and what the loader raises."""
+    """Load trained heads. Raises InputError for another kind, and what the loader raises."""
     heads, report = load_trained_heads(name_or_path, backbone_of(target))
     if heads.config.kind != kind:
         raise InputError(f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads")
@@ -225,10 +226,11 @@ def load_kind(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Head
 
 
 def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
-    """Tabulate the speeds of the method `name`: one row per category, and one of all.
+    """Tabulate the speed of the method `name`: one row per category, and one for all.
 
-    `categories` has that of each prompt. Columns: category, those of
-    `measure.bench.tabulate_speeds`, plain_tokens_per_s, and the share of each of PARTS.
+    `categories` lists the category of each prompt. Columns: category, those of
+    `measure.bench.tabulate_speeds`, plain_tokens_per_s, and the share of a round's time of each of
+    PARTS.
     """
     rows = []
     for category in (*dict.fromkeys(categories), ALL):
@@ -245,9 +247,9 @@ def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name:
 def write_study_text(
     params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent
 ) -> pd.DataFrame:
-    """Generate `rows` rows of `row_tokens` for training, and as many held out, with their states.
+    """Generate `rows` rows of `row_tokens` tokens per split (train, held_out), with hidden states.
 
-    One row: tokens of each split, how many of them the target generated, seconds.
+    Return one row: tokens of each split, how many of them heads learn (`own`), seconds.
     """
     rows, length = params.rows, params.row_tokens
     writing = Writing(length=length, batch_size=rows, longest_seed=length // 3, seed=params.seed)
@@ -261,11 +263,11 @@ def write_study_text(
 
 
 def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
-    """Train `heads` in place by the loop that trained the shipped ones; return one row per head.
+    """Train `heads` in place, in the loop that trained the shipped heads; return one row per head.
 
-    `watch` is called during the training: `starts(run, steps, seconds_a_step)` and
-    `step(run, step, loss, figures)`. Columns: run, head, steps, told_s (estimated seconds), took_s,
-    and held-out top1_before, top1, top5_before, top5.
+    During training, `watch.starts(run, steps, seconds_a_step)` and `watch.step(run, step, loss,
+    figures)` are called. Columns: run, head, steps, told_s (estimated seconds), took_s (actual
+    seconds), and held-out top1_before, top1, top5_before, top5.
     """
     lesson = lesson_of(heads, recipe, text)
     with in_float32(heads):
@@ -292,19 +294,19 @@ VARIANTS = {
     "shared, all tokens": {"all_tokens": True},
     "private, all tokens": {"lm_head": "private", "all_tokens": True},
 }
-"""Changes by `vary_heads`. The others differ from the first in one part.
+"""Variants of the heads, as arguments of `vary_heads`.
 
 Without the norm, the blocks take the state before the final norm, as the Medusa note reports.
 """
 NOT_TRAINED = "private, all tokens"
-"""Its cost alone is measured: training four heads on SmolLM2-135M would take 1.8 GB."""
+"""Only its cost is measured: training four heads on SmolLM2-135M would take 1.8 GB of memory."""
 
 
 def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent) -> pd.DataFrame:
-    """Measure the cost of every variant of the heads, and train it on their text; one row each.
+    """Measure the cost of each variant of the heads, and train it; return one row per variant.
 
     Columns: variant, parameters, read_mb (10^6 bytes read to draft with all heads), draft_ms
-    (median), and held-out top1 and top5 as lists by head, None for NOT_TRAINED.
+    (median), and held-out top1 and top5 (lists by head, None for NOT_TRAINED).
     """
     rows = []
     for done, (variant, changes) in enumerate(VARIANTS.items()):
@@ -320,34 +322,34 @@ def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Pro
     return pd.DataFrame(rows)
 
 
-# --- Figures of notebook 05: faults, trainings while they run, trees, acceptance and speed ---
+# --- Figures of notebook 05: faults, training progress, trees, acceptance and speed ---
 
 FINGERPRINT = {
     "alpha_1": "first draft accepted (alpha_1)",
     "right_normed_once": "right if the norm were applied once",
     "copies": "equal to the backbone's next token",
 }
-"""Columns of `medusa.faults.recognise` that tell faults apart, with their labels."""
+"""Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
 FEW = 10
-"""Marks with fewer tested drafts are drawn pale."""
+"""Marks with fewer tested draft tokens are drawn pale."""
 PANELS = {"head_loss": "loss of a batch (nats)", "top1": "top-1 of a batch", "top5": "top-5 of a batch"}
-"""Columns of a training's history to draw, with the titles of their panels."""
+"""Columns of the training history to draw, with panel titles."""
 OLD = Recipe(10_000, peak_lr=1e-4, warmup=200, eta_min=1e-12)
-"""The Medusa note's first recipe. There the rate decayed to zero, which `Recipe` refuses."""
+"""The Medusa note's first recipe. Its LR decayed to zero, which `Recipe` rejects."""
 RATES_AT = (0, 500, 6_500, 9_999, 29_999)
 EVERY = 2
-"""Steps between two drawings: a browser may take longer to draw than a step takes."""
+"""Steps between redraws: drawing in a browser may take longer than a step."""
 
 
 def draw_faults(table: pd.DataFrame) -> go.Figure:
-    """Draw the fingerprint of each fault: one mark per share."""
+    """Draw the columns of FINGERPRINT for each fault, in percent."""
     shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
     return dress(dots(rows, x="percent", y="fault", by="share"), "faults")
 
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
-    """Draw the speed-up over the baseline by category, next to the parts of a round's time."""
+    """Draw the speed-up over the baseline by category, and the parts of a round's time."""
     titles = ["speed-up, interval over prompts", "where the time of a round goes (all categories)"]
     figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
     speeds = px.bar(
@@ -371,7 +373,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
-    """Draw the acceptance rate by position, with intervals over prompts and counts; few are pale."""
+    """Draw alpha_k by position, with counts and intervals over prompts."""
     place, kinds = pd.factorize(table["kind"])
     rows = table.assign(
         at=table["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
@@ -388,10 +390,10 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
 
 
 def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
-    """Draw the predicted speed-up by size of the tree, with intervals; the fastest is annotated.
+    """Draw the predicted speed-up by tree size, with intervals; the fastest tree is annotated.
 
-    It is over plain decoding in the same engine, not over the baseline. Trees with fewer expected
-    tokens than a smaller one are left out.
+    The speed-up is over plain decoding in the same engine, not over the baseline. Trees with fewer
+    expected tokens than a smaller tree are left out.
     """
     rows = table.sort_values("nodes", kind="stable").astype({"nodes": str})
     rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
@@ -406,9 +408,9 @@ def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
 
 
 def compare_schedules() -> pd.DataFrame:
-    """Return the settings, learning rates and dead steps of the Medusa note's two recipes.
+    """Return settings, learning rates and the share of dead steps of the Medusa note's two recipes.
 
-    The rate of a dead step is under a thousandth of the highest.
+    Dead steps are those after the peak with the LR decayed to at most `gates.DEAD_LR` of it.
     """
     columns = {}
     for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
@@ -422,10 +424,10 @@ def compare_schedules() -> pd.DataFrame:
 
 
 class TrainingView:
-    """Draws trainings while they run: `plot` is the widget, `figure()` a still picture of it.
+    """Plots training runs live: `plot` is the widget, `figure()` a static figure.
 
-    `runs` are the names of the trainings in order, one row of panels each. `progress` reports the
-    estimated seconds that a training takes, then those that are left.
+    `runs` are the names of the runs in order, with one row of panels each. `progress` reports the
+    estimated seconds of a run, then the seconds left.
     """
 
     def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
@@ -437,7 +439,7 @@ class TrainingView:
     def history(self) -> pd.DataFrame:
         """Columns: run, step, head, loss, head_loss, top1, top5.
 
-        The loss is that of all heads, weighted; the others are unweighted figures of the batch.
+        `loss` is the weighted loss of all heads; the others are unweighted metrics of the batch.
         """
         return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", *PANELS])
 

@@ -1,5 +1,5 @@
-"""Trained heads: networks, training text, training, files in three layouts, drafter, trees, gates.
+"""Trained drafters: networks, training text, training, files in two layouts, trees, gates.
 
-Backbones are torch models. `specnb.registry` registers the drafters `medusa`, `hydra`, `jump`,
+Backbones are torch models. `specnb.registry` registers the drafters `medusa`, `hydra`, `jump` and
 `eagle`.
 """

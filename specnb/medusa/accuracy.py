@@ -1,9 +1,9 @@
 """Accuracy of heads along the target's own greedy text, and their acceptance rate in chains.
 
-Row j holds the state from which a round drafts after j + 1 generated tokens: the state of the token
-before the newest. From it the backbone predicts generated token j, and head i predicts token
-j + 1 + i. Hydra heads are given the true tokens j … j + i. A drafter reads states by another hook,
-so comparing the two tests both.
+Row j holds the state from which a round drafts after j + 1 generated tokens: that of the token
+before the newest. From it, the backbone predicts generated token j, and head i token j + 1 + i.
+Hydra heads get the true tokens j … j + i. Drafters read states through another hook, so comparing
+the two tests both.
 
 A `Reference` holds the measurements of the target, `HeadsEvidence` those of heads. Gates, planted
 faults and tables share them.
@@ -35,17 +35,18 @@ from specnb.prompts import Prompt
 from specnb.records import Generation
 
 MAX_NEW_TOKENS = 64
-"""Most tokens of a text along which heads are judged."""
+"""Maximum number of tokens of a text along which heads are judged."""
 NO_LABEL = -1
-"""In ranks: the text ends before the token that the head predicts."""
+"""Rank where the text ends before the token that the head predicts."""
 PIECE = 32
-"""Most tokens in one forward pass along a text; keeps the logits small."""
+"""Maximum tokens per forward pass along a text; keeps the logits small."""
 
 
 class States(NamedTuple):
-    """The last rows of a text: `pre_norm`, `post_norm (rows, hidden)` and `logits (rows, vocab)`.
+    """States and logits of the last tokens of a text.
 
-    Along a generated text, `ids (rows,)` int64 are its tokens, each chosen from its row.
+    `pre_norm` and `post_norm` (before and after the final norm) are `(rows, hidden)`; `logits` are
+    `(rows, vocab)`. Along a generated text, row j predicts its token `ids[j]`, int64.
     """
 
     pre_norm: Tensor
@@ -55,11 +56,11 @@ class States(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The heads' predictions along a text, both `(n, n_heads)`.
+    """The heads' predictions along a text; both fields are `(n, n_heads)`.
 
-    `rank` is that of the true token in the head's logits, from 0; ties go to the lower id. A token
-    outside the draft vocabulary has the size of the draft vocabulary as its rank, and beyond the
-    end of the text the rank is NO_LABEL. `best` is the head's most likely token.
+    `rank` is that of the true token in the head's logits, from 0; ties go to the lower id. It is
+    the size of the draft vocabulary for a token outside of it, and NO_LABEL beyond the end of the
+    text. `best` is the head's most likely token.
     """
 
     rank: np.ndarray
@@ -67,10 +68,11 @@ class Scores(NamedTuple):
 
 
 def states_of(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
-    """Return the states of the last `rows` tokens of `ids`. The target is empty afterwards.
+    """Return the states of the last `rows` tokens of `ids`. Resets the target.
 
-    The tokens are processed as in decoding: all up to the first row in one forward pass, then in
-    passes no wider than the engine computes bit-identically to single steps.
+    As in decoding, all tokens up to the first row are processed in one forward pass. The rest
+    follow in passes of at most PIECE tokens, narrow enough to be bit-identical to single steps if
+    the engine has such passes.
     """
     ids = list(ids)
     first = len(ids) - rows + 1
@@ -86,26 +88,26 @@ def states_of(target: LanguageModel, ids: Sequence[int], rows: int) -> States:
     finally:
         stop()
         target.reset()
-    # Engines may split a long or recurrent pass into several.
+    # Engines may split a long pass, or a pass of a recurrent model.
     pre_norm, post_norm = (torch.cat(states)[-rows:] for states in zip(*caught, strict=True))
     return States(pre_norm, post_norm, np.concatenate(logits))
 
 
 def states_along(target: LanguageModel, generation: Generation) -> States:
-    """Return the states along a generated text of at least one token."""
+    """Return the states along a generated text, which has at least one token."""
     tokens = generation.token_ids
     states = states_of(target, (*generation.prompt_ids, *tokens[:-1]), len(tokens))
     return states._replace(ids=torch.tensor(tokens, device=states.pre_norm.device))
 
 
 def block_input(heads: Heads, states: States) -> Tensor:
-    """Return the input of the heads' blocks in these states, `(rows, hidden)`."""
+    """Return the input of the heads' blocks for these states, `(rows, hidden)`."""
     return heads.normed(states.pre_norm if heads.config.input == "pre_norm" else states.post_norm)
 
 
 @torch.inference_mode()
 def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
-    """Return the ranks and the predictions of every head at every row.
+    """Return the ranks and predictions of every head at every row.
 
     `normed (rows, hidden)` replaces the input of the blocks. Raises NonFiniteLogits for NaN or Inf.
     """
@@ -121,8 +123,8 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
         since = padded.unfold(0, 1 + head, 1)[:n].clamp(min=0)
         draft = drafts[labels.clamp(min=0)][:, None]
         logits = heads.logits(head, heads.features(head, normed, since)).float()
-        if not logits.amax(1).isfinite().all():  # a comparison with NaN is False: it would be a hit
-            raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are broken, or overflow")
+        if not logits.amax(1).isfinite().all():  # NaN would count as a hit
+            raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are damaged or overflow")
         label_logits = logits.gather(1, draft.clamp(min=0))
         lower_id = torch.arange(logits.shape[1], device=logits.device) < draft
         rank = ((logits > label_logits) | ((logits == label_logits) & lower_id)).sum(1)
@@ -134,9 +136,9 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
 
 
 class Reference:
-    """The target without drafts: its `plain` greedy texts, and the `states` along them.
+    """The target's `plain` greedy texts, and the `states` along them.
 
-    All heads of the target are compared with it. Expensive measurements are made on first use.
+    All heads of the target are compared with it. The baseline is measured on first use.
     """
 
     @torch.inference_mode()
@@ -147,9 +149,9 @@ class Reference:
         max_new_tokens: int,
         progress: Progress = silent,
     ) -> None:
-        """Continue each prompt by `max_new_tokens`, at most MAX_NEW_TOKENS.
+        """Generate up to `max_new_tokens`, at most MAX_NEW_TOKENS, for each prompt.
 
-        Intervals need FEWEST prompts or more.
+        Intervals need at least FEWEST prompts.
         """
         self.target = target
         self.backbone = backbone_of(target)
@@ -178,9 +180,9 @@ class Reference:
 
 
 class HeadsEvidence:
-    """Measurements of heads on a reference's prompts, with the greedy `chains` that they draft.
+    """Measurements of heads on a reference's prompts; `chains` are greedy generations with them.
 
-    `report` is the loader's report, None if nothing was loaded; `log` is that of the training.
+    `report` is the loader's report, or None if nothing was loaded; `log` is the training log.
     """
 
     def __init__(
@@ -210,7 +212,7 @@ class HeadsEvidence:
         heads: Heads | None = None,
         normed: Callable[[States], Tensor | None] = lambda states: None,
     ) -> list[Scores]:
-        """Score along all texts, with other heads or with another input `normed` of the blocks."""
+        """Score all texts, with these or other heads. `normed` replaces the input of the blocks."""
         return [score(heads or self.heads, states, normed(states)) for states in self.reference.states]
 
     def copies(self) -> np.ndarray:
@@ -220,7 +222,7 @@ class HeadsEvidence:
 
     @cached_property
     def by_head(self) -> pd.DataFrame:
-        """How often each head's most likely token is the true one, with intervals over prompts.
+        """Accuracy of each head's most likely token, with intervals over prompts.
 
         Columns: head, accuracy, low, high, n.
         """
@@ -230,7 +232,7 @@ class HeadsEvidence:
 
     @cached_property
     def served(self) -> pd.DataFrame:
-        """alpha_k of the chains: position (from 1), alpha, low, high (over prompts), kept, tested."""
+        """alpha_k of the chains: position (from 1), alpha, low, high, kept (accepted), tested."""
         counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
         rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
@@ -238,7 +240,7 @@ class HeadsEvidence:
 
 
 def count_ranks(scores: Sequence[Scores]) -> np.ndarray:
-    """Count how often the true token has each rank, `(n_heads, RANKS + 1)`.
+    """Count how often the true token has each rank: `(n_heads, RANKS + 1)`.
 
     The last column is the number of positions with a true token.
     """
@@ -253,11 +255,11 @@ def marginal(counts: np.ndarray) -> np.ndarray:
 
 
 def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
-    """Return hits over trials with an interval over prompts, from rows (hits, trials).
+    """Return hits / trials with an interval, from rows (hits, trials), one per prompt.
 
-    It is Wilson's interval with Student's t. Its number of trials is that of independent trials
-    with the same spread over prompts, at most the number there are: drafts of one text count less
-    than as many of several texts. All values are NaN without a trial.
+    Wilson's interval with Student's t. Draft tokens of one text are correlated, so the effective
+    number of trials is used, from the spread over prompts, at most the actual number. The bounds
+    are NaN for fewer than FEWEST prompts with trials; without a trial, so is the rate.
     """
     data = np.array([row for row in counts if row[1] > 0]).reshape(-1, 2)
     hits, trials = data.sum(axis=0)
@@ -272,7 +274,7 @@ def share_interval(counts: Sequence[Sequence[float]]) -> Interval:
 
 
 def served_counts(generation: Generation) -> np.ndarray:
-    """Count accepted and tested drafts by position in a greedy generation: `(MOST_HEADS, 2)`."""
+    """Count accepted and tested draft tokens by position in a greedy chain: `(MOST_HEADS, 2)`."""
     counts = np.zeros((MOST_HEADS, 2))
     for r in generation.rounds:
         counts[: r.n_accepted, 0] += 1
@@ -281,9 +283,9 @@ def served_counts(generation: Generation) -> np.ndarray:
 
 
 def compare_rounds(chain: Generation, scores: Scores) -> tuple[int, int]:
-    """Count the rounds of a greedy chain that draft, and those that do not accept as `scores` say.
+    """Count the rounds of a greedy chain that draft, and those that contradict `scores`.
 
-    A round after j + 1 tokens accepts the drafts that row j has right, up to the first wrong one.
+    A round after j + 1 tokens should accept the tokens correct in row j, up to the first wrong one.
     """
     rounds = differ = n_tokens = 0
     for r in chain.rounds:

@@ -1,17 +1,17 @@
-"""Read and write files of trained drafters, strictly, in our own layout and in the Medusa note's.
+"""Read and write files of trained drafters, in our own layout and in the Medusa note's.
 
 A folder in our layout (`specnb`) has `config.json` (`HeadsConfig` or `JumpConfig`),
-`heads.safetensors` with the names of `nets.Heads` or `jump.JumpNet`, and for drafters trained here
+`heads.safetensors` (state dict of `nets.Heads` or `jump.JumpNet`) and, for drafters trained here,
 `training.json`. The frozen norm, the shared lm_head and the embeddings belong to the backbone and
 are not stored; the config has the backbone's digest.
 
-The note's layout (`note`) is one file of Medusa heads, each with one block and an lm_head of its
-own: `heads.{i}.res_block.linear.weight`, `.bias`, `heads.{i}.lm_head.weight`. Old files take the
-hidden state after the final norm. New files also have `heads.{i}.norm.weight`, a frozen copy of the
-norm, and take the state before it.
+The note's layout (`note`) is one file of Medusa heads, each with one block and its own lm_head:
+`heads.{i}.res_block.linear.weight`, `.bias`, `heads.{i}.lm_head.weight`. Heads in old files take
+the hidden state after the final norm. New files also have `heads.{i}.norm.weight`, a frozen copy of
+the norm; their heads take the state before it.
 
-Loading lists everything that does not fit in one error, because partly loaded heads run without a
-warning and draft nothing useful.
+Loading is strict, because partly loaded heads run without a warning and draft nothing useful. One
+error lists all mismatches.
 """
 
 import io
@@ -35,21 +35,21 @@ from specnb.medusa.nets import Backbone, DrafterConfig, Heads, HeadsConfig, Resi
 
 CONFIG_FILE = "config.json"
 TRAINING_FILE = "training.json"
-"""The facts of a training: recipe, log (lines of step, lr, loss), accuracy. Next to the weights."""
+"""Training metadata next to the weights: recipe, log (entries of step, lr, loss), accuracy."""
 OWN, NOTE = "specnb", "note"
 LAYOUTS = {OWN: "heads.safetensors", NOTE: "medusa_heads.pt"}
-"""The layouts, with the name of the weights in a folder."""
+"""The layouts, with the file name of the weights in a folder."""
 OWN_BLOCK, NOTE_BLOCK = ".blocks.0.", ".res_block."
-"""The part of the names of weights in which the layouts differ."""
+"""The part of weight names that differs between the layouts."""
 HEAD_NAME = re.compile(r"heads\.(\d{1,3})\.(blocks\.\d{1,3}|res_block)\.linear\.(weight|bias)")
 MAP = "token_map"
-"""The name of the draft vocabulary in our layout."""
+"""Name of the tensor with the draft vocabulary in our layout."""
 
 
 class HeadsFile(NamedTuple):
-    """Weights as they were read: `tensors` by the names in the file.
+    """Weights as read from a file; `tensors` has the names in the file.
 
-    `config` is None in the note's layout. `converted` are sentences on changes made while reading.
+    `config` is None in the note's layout. `converted` describes changes made while reading.
     """
 
     file: Path
@@ -60,9 +60,9 @@ class HeadsFile(NamedTuple):
 
 
 class LoadReport(NamedTuple):
-    """The loader's report: `converted` are differences from our layout, `findings` need fixing.
+    """The loader's report: `converted` lists differences from our layout, `findings` problems.
 
-    `training` is the training.json next to the weights, or empty.
+    `training` is the content of training.json, or empty.
     """
 
     path: Path
@@ -74,7 +74,7 @@ class LoadReport(NamedTuple):
 
     @property
     def log(self) -> Sequence[Mapping[str, Any]]:
-        """The lines of the training log."""
+        """The entries of the training log."""
         return self.training.get("log", ())
 
     def __str__(self) -> str:
@@ -94,17 +94,17 @@ class LoadReport(NamedTuple):
 
 
 def shipped() -> dict[str, Path]:
-    """Return the name and folder of each trained drafter in `data/heads`."""
+    """Return the names and folders of the trained drafters in `data/heads`."""
     root = project_dir() / "data/heads"
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
 def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConfig) -> HeadsFile:
-    """Read weights: a name of `shipped`, a file, or a folder (`./NAME` for a folder of such a name).
+    """Read weights from a file, a folder, or a name of `shipped` (use `./NAME` for a folder NAME).
 
-    `schema` is the class of config.json. A `.pt` is opened without running code pickled in it.
-    Raises InputError for a file that does not exist, cannot be read or has no known layout, and for
-    a bad config.json.
+    `schema` is the class of config.json. Code pickled in a `.pt` file is not run. Raises InputError
+    for a file that does not exist, cannot be read or has no known layout, and for a missing or
+    invalid config.json.
     """
     file = _find_weights(str(name_or_path))
     config_file = file.with_name(CONFIG_FILE)
@@ -112,7 +112,7 @@ def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConf
     with reading(file):
         if file.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(file)
-        else:  # only zip archives can be mapped; older files are none
+        else:  # only zip archives can be mapped, not older files
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
             key, tensors = _unwrap(file, stored)
             converted += [f"the weights were in {key!r}"] if key else []
@@ -120,13 +120,13 @@ def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConf
     if any(name[2] == "res_block" for name in names):
         return HeadsFile(file, NOTE, None, tensors, converted)
     if not config_file.is_file():
-        raise InputError(f"no {CONFIG_FILE} next to {file}: it says which hidden state the heads take")
+        raise InputError(f"no {CONFIG_FILE} next to {file}: add it, it defines the input of the heads")
     config = validated(schema, read_json(config_file), str(config_file))
     return HeadsFile(file, OWN, config, tensors, converted)
 
 
 def _find_weights(name: str) -> Path:
-    """Return the file of weights of a shipped name, a folder or a file."""
+    """Return the weights file of a shipped name, a folder or a file. Raises InputError."""
     names = shipped()
     path = names.get(name, expand_home(name))
     if not path.exists():
@@ -134,13 +134,13 @@ def _find_weights(name: str) -> Path:
     candidates = [path, *(path / file for file in LAYOUTS.values())]
     file = next(filter(Path.is_file, candidates), None)
     if file is None:
-        expected = f"give a folder with {' or '.join(LAYOUTS.values())}, or the file itself"
-        raise InputError(f"{path} holds no heads: {expected}")
+        expected = f"give a folder with {' or '.join(LAYOUTS.values())}, or such a file"
+        raise InputError(f"no heads in {path}: {expected}")
     return file
 
 
 def _unwrap(file: Path, stored: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """Return the state dict of heads, and its key if a training checkpoint wraps it, else ""."""
+    """Return the key ("" if not nested) and the state dict of heads in a file or checkpoint."""
     dicts = {"": stored} | {key: value for key, value in stored.items() if isinstance(value, Mapping)}
     of_heads = {key: state for key, state in dicts.items() if any(HEAD_NAME.fullmatch(str(name)) for name in state)}
     if len(of_heads) != 1:
@@ -156,31 +156,31 @@ def load_trained_heads(
     build: Callable[..., Any] = Heads,
     schema: type[DrafterConfig] = HeadsConfig,
 ) -> tuple[Any, LoadReport]:
-    """Load trained weights of either layout onto a model, in its dtype and on its device.
+    """Load trained weights of either layout for a model, in its dtype and on its device.
 
     `path` is a shipped name, a folder or a file. `build(config, backbone, token_map)` returns the
-    untrained network. Raises HeadsMismatch for other sizes, another backbone, weights that are not
-    finite, and keys that are missing, unexpected or of another shape or dtype. Raises InputError if
-    there is nothing to read.
+    untrained network. Raises HeadsMismatch for other sizes, another backbone, non-finite weights,
+    and keys that are missing, unexpected or of another shape or dtype. Raises InputError as
+    `open_heads` does.
     """
     stored = open_heads(path, schema)
-    # 1. Clone: the file is mapped into memory and may change. Older versions wrote an empty tensor.
+    # 1. Clone, because the mapped file may change. Skip the empty tensor that older versions wrote.
     tensors = {name: tensor.clone() for name, tensor in stored.tensors.items() if tensor.numel()}
     config, faults = stored.config, []
     if stored.layout == NOTE:
         config, tensors, faults = _convert_note(stored, tensors, backbone)
-    # 2. Refuse what does not fit.
+    # 2. Reject weights that do not fit.
     faults += _list_faults(tensors, config, backbone)
     if not faults:
         try:
             net = build(config, backbone, tensors.get(MAP))
             net.load_state_dict(tensors)
-        except RuntimeError as error:  # lists missing and unexpected keys, and other shapes
+        except RuntimeError as error:  # lists missing and unexpected keys, and wrong shapes
             faults = [" ".join(str(error).split())]
     if faults:
         refused = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
         raise HeadsMismatch(f"{refused}. Use heads trained for this model, or convert the file again")
-    # 3. Report what was changed, and what looks wrong.
+    # 3. Report conversions and suspicious weights.
     if not config.backbone:
         named = config.backbone_name or "not named"
         stored.converted.append(f"no digest of the heads' backbone ({named}): only sizes were compared")
@@ -198,19 +198,19 @@ def load_trained_heads(
 def _convert_note(
     stored: HeadsFile, tensors: dict[str, Tensor], backbone: Backbone
 ) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
-    """Return config and weights in our layout for weights in the note's, and what cannot be used."""
+    """Convert weights in the note's layout: return config, weights, and mismatches."""
     names = [*filter(None, map(HEAD_NAME.fullmatch, tensors))]
     heads = {name[1] for name in names}
     norms = [f"heads.{head}.norm.weight" for head in heads]
     faults = []
-    has_norms = tensors.keys() >= set(norms)  # norms of some heads only are unexpected keys
+    has_norms = tensors.keys() >= set(norms)  # else norms are unexpected keys
     if has_norms:
         final = backbone.norm.weight.cpu()
         for name in norms:
             norm = tensors.pop(name)
             # equal, or one rounded to the other's dtype
             if not torch.equal(norm.to(final.dtype), final) and not torch.equal(final.to(norm.dtype), norm):
-                faults.append(f"{name} is not the backbone's final norm: other model or trained")
+                faults.append(f"{name} differs from the backbone's final norm: wrong model, or trained norm")
         stored.converted.append("frozen norm inside: the heads take the hidden state before the norm")
     else:
         stored.converted.append("no norm inside: the heads take the normed hidden state")
@@ -240,11 +240,11 @@ def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) ->
         faults.append(f"the heads were trained on another model ({named}, {digests})")
     token_map = tensors.get(MAP, torch.empty(0))
     if len(token_map) != config.draft_vocab:
-        faults.append(f"{MAP!r} holds {len(token_map)} tokens, config.json says {config.draft_vocab}")
+        faults.append(f"{MAP!r} has {len(token_map)} tokens, config.json has {config.draft_vocab}")
     if len(token_map):
         inside = (token_map >= 0) & (token_map < config.vocab_size)
         if not inside.all() or not torch.equal(token_map, token_map.unique()):
-            faults.append(f"{MAP!r} must hold ascending ids of the vocabulary, each once")
+            faults.append(f"{MAP!r} must list distinct vocabulary ids in ascending order")
     for name, tensor in tensors.items():
         if tensor.is_floating_point() == (name == MAP):
             faults.append(f"{name!r} has dtype {tensor.dtype}")
@@ -266,8 +266,9 @@ def save_heads(
 ) -> Path:
     """Write a trained drafter to a new `folder` in our layout, and return the folder.
 
-    `dtype` is that of the file, None for the weights' own. `facts` of the training go to
-    training.json, the `card` to README.md. A killed write leaves `folder` free.
+    `dtype` is that of the file; None keeps that of the weights. Training `facts` are written to
+    training.json, `card` to README.md. An interrupted write does not create `folder`. Raises
+    InputError if it is not empty.
     """
     kind = getattr(torch, dtype) if dtype else None
     state = {
@@ -286,18 +287,18 @@ def save_heads(
 
 
 def write_layout(heads: Heads, folder: Path, layout: str) -> list[str]:
-    """Write `heads` to a new `folder` in a layout, in their own dtype; return what was changed.
+    """Write `heads` to a new `folder` in a layout, in their own dtype; return the changes made.
 
-    The note's layout holds Medusa heads of one block with bias, over the whole vocabulary. Their
-    blocks take the normed state, whichever state the heads take. For other heads InputError is
-    raised, and nothing is written.
+    The note's layout supports Medusa heads of one block with bias, over the entire vocabulary. No
+    norm is written: when loaded again, the heads take the state after the final norm. For other
+    heads InputError is raised, and nothing is written.
     """
     if layout == OWN:
         save_heads(heads, folder, dtype=None)
         return []
     config = heads.config
     if config.kind != "medusa" or config.draft_vocab or config.n_layers > 1 or not config.bias:
-        raise InputError(f"{layout} cannot hold these heads, use {OWN}: {config}")
+        raise InputError(f"layout {layout} does not support these heads, use {OWN}: {config}")
     state = dict(heads.state_dict())
     changes = []
     if config.lm_head == "shared":
@@ -316,7 +317,7 @@ def require_free(folder: Path) -> None:
 
 
 def _write(folder: Path, files: Mapping[str, bytes]) -> Path:
-    """Write a new `folder` of `files`, all or nothing."""
+    """Write `files` to a new `folder` atomically."""
     require_free(folder)
     folder = folder.absolute()
     partial = folder.with_name(f".{folder.name}.partial")

@@ -1,8 +1,8 @@
 """Trained heads as a drafter: they read the target's hidden state and need no second model.
 
-The hidden state is that of the last token that the target has processed. That is the token before
-the newest: the newest was chosen from its logits and is processed in the next forward pass. Head i
-predicts the token i + 1 places after the newest. Nothing is drafted in the first round.
+The hidden state is that of the last token that the target has processed: the token before the
+newest. The newest token was chosen from its logits and is processed in the next forward pass. Head
+i predicts the token i + 1 positions after the newest. Nothing is drafted in the first round.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,12 +29,12 @@ from specnb.medusa.tree import SIZES, TimedTree, TreePlan, fastest_tree, grow, t
 
 
 class HeadsDrafter(DrafterBase):
-    """Drafts a chain, or the tree that a `plan` describes.
+    """Drafts a chain, or the tree of a `plan`.
 
-    A chain has at most one token per head and is greedy or sampled, as the generation. A tree is
-    deterministic; of a plan with more nodes than K the first K are drafted. An empty plan drafts
-    nothing. Heads and target have the same dtype and device (`load_trained_heads`), and the plan
-    needs at most as many heads as there are.
+    A chain has at most one token per head, and is greedy or sampled like the generation. A tree is
+    deterministic; only the first K nodes of a plan are drafted. An empty plan drafts nothing. Heads
+    and target must have the same dtype and device (`load_trained_heads`), and a plan at most one
+    level per head.
     """
 
     target: Any  # a torch model
@@ -47,22 +47,22 @@ class HeadsDrafter(DrafterBase):
         *,
         states: Any = None,
     ) -> None:
-        """Draft for `target`. `states` replaces the hidden states of `watch_hidden`."""
+        """Draft for `target`. `states` replaces its `watch_hidden`."""
         self.name = heads.config.kind
         self.target, self.heads = target, heads
-        self.at_once = heads.config.kind == "medusa"  # all heads are computed, whatever K is
+        self.at_once = heads.config.kind == "medusa"  # all heads are computed, for any K
         self._n_prompt = 0
         self._states = states or target.watch_hidden()
         self.take_plan(plan)
 
     def take_plan(self, plan: TreePlan | None) -> None:
-        """Draft by another plan from now on; by none, a chain."""
+        """Set the plan for the next rounds; None drafts a chain."""
         self.n_heads = self.heads.config.n_heads if plan is None or len(plan) else 0
         self.tree_nodes = len(plan or ())
         self._plan = plan
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Note the length of the prompt. All other state is the target's."""
+        """Store the length of the prompt. All other state is in the target."""
         self._n_prompt = len(tokens)
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
@@ -115,7 +115,7 @@ class HeadsDrafter(DrafterBase):
     def _nodes(self, logits: "Logits", plan: TreePlan) -> tuple[int, ...]:
         """Return the tokens of a plan's nodes.
 
-        Each level is one batch, and only the best tokens are copied to the CPU.
+        Each level is computed as one batch. Only the best tokens are copied to the CPU.
         """
         paths: dict[int, list[int]] = {COMMITTED: []}
         for head in range(plan.depth):
@@ -125,14 +125,14 @@ class HeadsDrafter(DrafterBase):
             best, drafts = rows.topk(1 + max(plan.ranks[node] for node in level))
             if not best.isfinite().all():
                 raise NonFiniteLogits(f"head {head} has NaN or infinite logits")
-            tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()  # of each parent's children
+            tokens = self.heads.full_ids(drafts).expand(len(parents), -1).tolist()  # per parent
             for node in level:
                 parent = plan.parents[node]
                 paths[node] = [*paths[parent], tokens[parents.index(parent)][plan.ranks[node]]]
         return tuple(paths[node][-1] for node in range(len(plan)))
 
     def _full_row(self, row: np.ndarray, elsewhere: float) -> np.ndarray:
-        """Expand a row over the draft vocabulary to the vocabulary."""
+        """Expand a row `(draft_size,)` to the full vocabulary, filled with `elsewhere`."""
         if self.heads.token_map is None:
             return row
         full = np.full(self.heads.config.vocab_size, elsewhere, dtype=row.dtype)
@@ -152,13 +152,13 @@ class HeadsDrafter(DrafterBase):
 
 
 Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
-"""A head, and paths of drafted tokens -> its logits after each path, float32 `(paths, draft_size)`.
+"""Maps a head and paths of draft tokens to its logits after each, float32 `(paths, draft_size)`.
 
-Medusa heads do not read drafted tokens: they have one row for all paths."""
+Medusa heads do not read draft tokens and return one row for all paths."""
 
 
 def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
-    """Return the median seconds to draft `depth` tokens. The target is empty afterwards."""
+    """Return the median seconds to draft `depth` tokens (nodes, for a tree). Resets the target."""
     target = drafter.target
     greedy = Chooser(Sampling())
     target.reset()
@@ -176,7 +176,7 @@ def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
 CHAIN, AUTO = "chain", "auto"
 Planned = TypeVar("Planned", bound=HeadsDrafter)
 KINDS = ("medusa", "hydra")
-"""Kinds of heads to look for if none is named, in this order."""
+"""Kinds of heads to look for, in this order, if no checkpoint is given."""
 
 
 def check_heads(
@@ -199,11 +199,11 @@ def heads_drafter(
     tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
 ) -> HeadsDrafter:
-    """Return trained heads that draft for `target`.
+    """Return a drafter of trained heads for `target`.
 
-    `heads_checkpoint` is a path or the name of shipped heads. Without it, the shipped heads that
-    were trained on this target are used, of the first of `kinds` that there is. `tree` is that of
-    `plan_drafts`. Raises InputError, and what the loader raises.
+    `heads_checkpoint` is a path or the name of shipped heads. By default, the shipped heads trained
+    on this target are used, of the first available of `kinds`. For `tree`, see `plan_drafts`.
+    Raises InputError, and what the loader raises.
     """
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
     heads, report = load_trained_heads(checkpoint, backbone_of(target))
@@ -211,14 +211,15 @@ def heads_drafter(
 
 
 hydra_drafter = partial(heads_drafter, kinds=("hydra",))
-"""Return the shipped Hydra heads that were trained on the target."""
+"""Return a drafter of the shipped Hydra heads trained on the target."""
 
 
 def plan_drafts(drafter: Planned, tree: str | int, report: LoadReport) -> Planned:
-    """Set what a drafter drafts, from the accuracies on held-out text in the facts of its training.
+    """Set a drafter's plan, from the accuracies on held-out text in its training metadata.
 
     `tree` is "chain", a number of nodes, or "auto": the tree with the most expected tokens per
-    second, by its measured cost. The drafter's findings say what was chosen, and why.
+    second, given measured costs. The drafter's findings report the choice of "auto", or why a chain
+    is drafted instead of a tree.
     """
     size = tree_size(tree)
     shares = report.training.get("accuracy")
@@ -233,13 +234,13 @@ def plan_drafts(drafter: Planned, tree: str | int, report: LoadReport) -> Planne
 
 
 def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
-    """Return the plan of `size` nodes, or the fastest (AUTO), and a reason that users should know.
+    """Return the plan of `size` nodes, or the fastest (AUTO), and a finding for users, or "".
 
     `accuracy (heads, ranks)` is marginal. A plan of None is a chain. May change the drafter's plan.
     """
     target = drafter.target
     if accuracy is None:
-        return None, "a chain is drafted: no accuracies came with the heads to choose a tree by"
+        return None, "a chain is drafted: choosing a tree needs the accuracies of training.json"
     if isinstance(size, int):
         return grow(accuracy[: drafter.n_heads], size), ""
     if not target.caps.trees:
@@ -247,16 +248,16 @@ def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | N
         return None, f"a chain is drafted: {target.name} cannot verify trees ({reason})"
     best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
     if not len(best.plan):
-        return best.plan, "nothing is drafted: plain decoding was measured to be faster than any tree"
+        return best.plan, "nothing is drafted: plain decoding is faster than any tree, by measured costs"
     rates = f"{best.tokens:.2f} tokens per round and {best.tokens_per_s:.1f} per second"
-    return best.plan, f"a tree of {len(best.plan)} nodes is drafted: {rates} are expected"
+    return best.plan, f"a tree of {len(best.plan)} nodes is drafted, expected to yield {rates}"
 
 
 def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:
-    """Return the best tree of each of SIZES, timed, for heads of marginal `accuracy (heads, ranks)`.
+    """Return the best tree of each of SIZES, with its time, for marginal `accuracy (heads, ranks)`.
 
-    `curve` is the target's cost of trees; the cost of drafting is measured. The first tree has no
-    nodes: plain decoding. Changes the drafter's plan.
+    `curve` is the target's T(n) for trees; the drafting time is measured. The first tree, without
+    nodes, is plain decoding. Changes the drafter's plan.
     """
     target = drafter.target
     widest = min(target.caps.max_width, target.caps.n_ctx // 2)
@@ -271,19 +272,19 @@ def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -
 
 
 def tree_size(tree: str | int) -> str | int:
-    """Return the value of `--tree`, checked: a number of nodes, chain or auto."""
+    """Validate a value of `--tree`: a number of nodes, chain or auto. Raises InputError."""
     if tree in (CHAIN, AUTO):
         return tree
     if str(tree).isdecimal() and int(tree) > 0:
         return int(tree)
     expected = f"{CHAIN}, {AUTO}, or a number of nodes (1 or more)"
-    raise InputError(f"got the tree {str(tree)[:80]!r}, expected {expected}")
+    raise InputError(f"got tree {str(tree)[:80]!r}, expected {expected}")
 
 
 def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> Path:
     """Return the folder of the shipped drafter that was trained on the target's weights.
 
-    Of several `kinds`, the first counts. Raises InputError if there is none.
+    Earlier `kinds` take precedence. Raises InputError if there is none.
     """
     folders = shipped()
     digest = backbone_of(target).digest

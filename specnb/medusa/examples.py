@@ -1,4 +1,4 @@
-"""Examples of heads, a hidden state and the tokens to predict from it, and their loss."""
+"""Training examples of heads (a hidden state, and tokens to predict from it), and their loss."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -14,14 +14,15 @@ from specnb.medusa.recipe import Batches, Figures, Lesson, Recipe, hits_by_rank,
 
 NO_LABEL = -100
 HELD_OUT = 4096
-"""Held-out examples per logged accuracy."""
+"""Number of held-out examples per logged accuracy."""
 
 
 class ExampleBatch(NamedTuple):
     """A batch of examples: hidden states, and the tokens after them.
 
-    `hidden (batch, hidden)`; the next tokens `ids` and the draft ids `labels`, both `(batch,
-    n_heads)`; and `later (batch, n_heads, hidden)`, the states that predict the labels.
+    `hidden` is `(batch, hidden)`. `ids` and `labels`, `(batch, n_heads)`, are token t + 1 + i and
+    the draft id of token t + 2 + i for head i. `later (batch, n_heads, hidden)` are the states that
+    predict the labels.
     """
 
     hidden: Tensor
@@ -31,15 +32,14 @@ class ExampleBatch(NamedTuple):
 
 
 class Examples(Batches):
-    """All examples of a split: one per position t whose token t + 2 the backbone generated.
+    """All examples of a split: one per position t whose token t + 2 is marked `own`.
 
-    Heads take the hidden state of token t. The label of head i is token t + 2 + i, as long as the
-    backbone generated all tokens from t + 2 to there; Hydra's head i reads tokens t + 1 … t + 1 +
-    i.
+    Heads take the hidden state of token t. The label of head i is token t + 2 + i, if all tokens
+    from t + 2 to it are `own`. Hydra's head i reads tokens t + 1 … t + 1 + i.
     """
 
     def __init__(self, folder: Path, split: str, heads: Heads) -> None:
-        """Read the text in `folder` and its states before the final norm, for these heads."""
+        """Read the text in `folder`, and its states before the final norm, for `heads`."""
         rows = data.read(folder, split)
         self._hidden = data.read_states(folder, split, [-1]).flatten(0, 2)
         self._tokens = torch.from_numpy(rows.tokens).long().flatten()
@@ -64,15 +64,14 @@ class Examples(Batches):
 
 
 def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Figures]:
-    """Return the loss of a batch, and the figures of each head over its labeled examples.
+    """Return the loss of a batch, and metrics of each head over its labeled examples.
 
-    The loss is the sum over heads of head_weight^k ((1 - teacher) hard + teacher soft), in nats.
-    Hard is the cross-entropy with the backbone's token; soft is KL(backbone || head) over the draft
-    vocabulary. Matrix products are in bfloat16 unless the lm_head is float32 (`recipe.in_float32`).
+    The loss is the sum over heads k of head_weight^k ((1 - teacher) hard + teacher soft), in nats.
+    `hard` is the cross-entropy with labels in the draft vocabulary, `soft` is KL(backbone || head)
+    over it. Matrix products are in bfloat16 unless the lm_head is float32 (`recipe.in_float32`).
 
-    `head_loss` is the cross-entropy over labels in the draft vocabulary. `rank_shares (n_heads,
-    TOP)` is how often the label is the r-th best token, `top1` and `top5` how often it is among the
-    best.
+    `head_loss` is `hard`. `rank_shares (n_heads, TOP)` are the shares of labels that are the r-th
+    best token; `top1` and `top5` those among the 1 and 5 best.
     """
     lm_head = heads.shared_lm_head
     losses = []
@@ -104,7 +103,7 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
 
 
 def heads_lesson(heads: Heads, recipe: Recipe, text: Path) -> Lesson:
-    """Return the lesson of heads on the text in a folder."""
+    """Return the training task of heads on the text in a folder."""
     examples, held_out = (Examples(text, split, heads) for split in SPLITS)
 
     @torch.no_grad()

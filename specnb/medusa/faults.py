@@ -1,7 +1,7 @@
-"""The faults of the Medusa note, planted on trained heads: their numbers, and the gates' diagnoses.
+"""The faults of the Medusa note, planted on trained heads: their metrics, and the gates' diagnoses.
 
-The note's benchmark loaded no checkpoint into its heads, the heads took a state with the wrong
-norm, and the learning rate had decayed to zero.
+The note's benchmark did not load a checkpoint, its heads took a state with the wrong norm, and the
+learning rate had decayed to zero in training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,26 +27,26 @@ from specnb.medusa.train import train
 from specnb.records import pool_rounds
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
-"""The short training: all steps, those with a learning rate, those per line of the log, the rate."""
+"""The short training: steps, steps with nonzero LR, steps per log entry, peak LR."""
 ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
-"""The controls: as many steps with a nonzero rate, and these on the state normed twice."""
+"""The controls: all steps with nonzero LR, and the same with the final norm applied twice."""
 SHARES = ("right", "right_normed_once", "copies")
-"""Shares that tell faults apart, along the backbone's own text.
+"""Shares that distinguish faults, along the backbone's own text.
 
-They say how often the first head is right, how often it is right on the state normed once, and how
-often the most likely token of any head is the backbone's next token.
+Accuracy of the first head; its accuracy if the norm is applied once; and the share of all heads'
+most likely tokens that equal the backbone's next token.
 """
 
 
 class DyingRecipe(Recipe):
-    """A recipe whose rate is zero after ALIVE steps, as in a run that goes on after its schedule."""
+    """A recipe with an LR of zero after ALIVE steps, as if a run continued past its schedule."""
 
     def lr(self, step: int) -> float:
         return super().lr(step) if step < ALIVE else 0.0
 
 
 class Sound(NamedTuple):
-    """Trained heads to plant faults on, their loader's report, and a folder of training text."""
+    """Trained heads without faults, their loader's report, and a folder of training text."""
 
     heads: Heads
     report: LoadReport
@@ -56,11 +56,11 @@ class Sound(NamedTuple):
 
 
 Planted = tuple[Heads, LoadReport | None]
-"""Heads with a fault, and their loader's report."""
+"""Heads with a fault, and their loader's report, or None."""
 
 
 def draw_new_heads(sound: Sound) -> Planted:
-    """Return heads whose blocks torch initialized: those of a benchmark that loads no checkpoint."""
+    """Return heads whose blocks have torch's initialization, as if no checkpoint was loaded."""
     untrained = vary_heads(sound)
     with seeded(sound.seed):
         for module in untrained.modules():
@@ -70,8 +70,11 @@ def draw_new_heads(sound: Sound) -> Planted:
 
 
 def vary_heads(sound: Sound, *, norms: int = 1, all_tokens: bool = False, **changes: Any) -> Heads:
-    """Return new heads of the same config with `changes`, which apply the final norm `norms` times."""
-    # The heads' norm is a copy without the hooks of the backbone's.
+    """Return new heads with `changes` to the config, which apply the final norm `norms` times.
+
+    With `all_tokens`, they draft from the entire vocabulary.
+    """
+    # Use the heads' norm, a copy without the hooks of the backbone's norm.
     backbone = replace(sound.backbone, norm=nn.Sequential(*[sound.heads.norm] * norms))
     token_map = None if all_tokens else sound.heads.token_map
     changes |= {"input": "pre_norm", "draft_vocab": 0 if token_map is None else len(token_map)}
@@ -86,9 +89,9 @@ def change_norm(sound: Sound, norms: int) -> Planted:
 
 
 def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, norms: int = 1) -> Planted:
-    """Return new heads, trained for STEPS steps with the final norm applied `norms` times."""
+    """Return new heads trained for STEPS steps, with the final norm applied `norms` times."""
     fresh = vary_heads(sound, norms=norms)
-    # Each batch holds all examples: the loss then falls without noise, as over thousands of steps.
+    # Each batch has all examples, so the loss falls without noise, as over thousands of steps.
     n = len(Examples(sound.text, "train", fresh))
     brief = recipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
@@ -105,25 +108,25 @@ FAULTS = {
     ALIVE_ALL: ("undertrained", train_briefly),
     TWO_NORMS: ("double norm", partial(train_briefly, norms=2)),
 }
-"""The diagnosis that the gates must give ("" for sound heads), and what plants the fault.
+"""Maps a fault to the diagnosis expected of the gates ("" for sound heads) and its function.
 
-After STEPS steps heads are no better than shuffled ones, so the control must be diagnosed as
-undertrained.
+After STEPS steps, heads are no better than with shuffled weights, so the expected diagnosis of the
+control is "undertrained".
 """
 
 
 def plant(fault: str, sound: Sound) -> Planted:
-    """Return heads with a fault of FAULTS. The sound heads do not change."""
+    """Return heads with a fault of FAULTS. Does not change the sound heads."""
     heads, report = FAULTS[fault][1](sound)
     return heads.eval(), report
 
 
 def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress: Progress = silent) -> pd.DataFrame:
-    """Judge planted heads and return one row per fault.
+    """Judge the planted heads and return one row per fault.
 
-    Columns: fault; alpha_1 with accepted (`kept`) and tested draft tokens, and tau, of chains;
-    SHARES; `failed` gates, `diagnoses`, and whether the expected fault is `named` (for sound heads:
-    no gate fails).
+    Columns: fault; of greedy chains, alpha_1, accepted (`kept`) and tested draft tokens at position
+    1, and tau; SHARES; `failed` gates, `diagnoses`, and `named`: whether the expected fault is the
+    only diagnosis (for sound heads: none).
     """
     rows = []
     for done, (fault, (heads, report)) in enumerate(planted.items()):
@@ -150,8 +153,8 @@ def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress:
 def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame:
     """Compare transformers' `hidden_states[-1]` with the states before and after the final norm.
 
-    The Medusa note takes it for the state before. Columns: state, largest_difference (relative).
-    The target is empty afterwards.
+    The Medusa note assumes that it is the state before. Columns: state, largest_difference
+    (relative). Resets the target.
     """
     states = states_of(target, ids, len(ids))
     net = target.network

@@ -1,9 +1,12 @@
-"""Gates before every speed of heads: are these the trained heads? If not, which fault is it?
+"""Gates before speed measurements of heads: do the heads work? If not, which fault?
 
-The loader's report is clean. Without their blocks the heads give the backbone's logits. The
-learning rate stayed above zero in the training. Chains accept more drafts than with shuffled
-weights, and not fewer than under another norm. Chains accept the drafts that are right offline. If
-a gate fails, a diagnosis takes the place of a speed.
+* loader: the loader's report is clean;
+* zero blocks: without their blocks, the heads return the backbone's logits;
+* acceptance: chains accept more than with shuffled weights, and no less than with another norm;
+* serving: chains accept the draft tokens that are correct offline;
+* schedule: the learning rate stayed above zero in training.
+
+If a gate fails, a diagnosis is reported instead of a speed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,24 +37,24 @@ from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.nets import Backbone, Heads
 
 EXACT = 1e-5
-"""Largest relative difference of float32 logits that differ only in the order of additions."""
+"""Largest relative difference between float32 logits that differ only in summation order."""
 DEAD_LR = 1e-3
-"""Learning rates below this share of the highest train nothing. The presets end at 1/30 and 1/100."""
+"""LRs up to this share of the peak count as zero. The presets of heads end at 1/30 and 1/200."""
 DEAD_STEPS = 0.05
-"""Share of steps with the LR decayed to zero that is a fault. A cosine to exactly zero has 2 %."""
+"""Share of steps with the LR decayed to zero that is a fault; a cosine to exactly zero has 2 %."""
 STANDARD_ERRORS, LEAST_GAIN = 3.0, 0.2
-"""A gain counts above 3 standard errors and 0.2 accepted drafts per round; the shipped Medusa heads gain 0.37."""
+"""A gain counts above 3 standard errors and 0.2 tokens per round; shipped Medusa heads: 0.37."""
 MOST_DIFFERENT = 0.05
-"""Share of rounds that may accept other drafts than offline: rounding changes near-ties."""
+"""Share of rounds that may accept other draft tokens than offline: rounding changes near-ties."""
 
 REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
-"""Every fault that has a name, and its remedy."""
+"""Remedies by name of the fault."""
 GENERAL = ("undertrained", "served differently than scored")
-"""Faults that are diagnosed only if no other is."""
+"""Faults that are diagnosed only if no other fault is."""
 
 
 class Diagnosis(NamedTuple):
-    """A fault's name, the evidence, and the remedy."""
+    """A fault, with the evidence and a remedy."""
 
     name: str
     evidence: str
@@ -59,10 +62,7 @@ class Diagnosis(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """A gate's verdict: `says` is the measurement in words.
-
-    If the gate failed, `fault` is a name of REMEDIES.
-    """
+    """A gate's verdict: `says` is the measurement; if it failed, `fault` is a key of REMEDIES."""
 
     name: str
     passed: bool
@@ -92,16 +92,13 @@ class Checked(NamedTuple):
         return [Diagnosis(gate.fault, gate.says, REMEDIES[gate.fault]) for gate in causes]
 
     def table(self) -> pd.DataFrame:
-        """Columns: gate, passed, says."""
+        """Return one row per gate: gate, passed, says."""
         return pd.DataFrame([gate[:3] for gate in self.gates], columns=["gate", "passed", "says"])
 
 
 @torch.inference_mode()
 def judge_gates(reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent) -> Checked:
-    """Measure heads and judge all gates.
-
-    `report` is the loader's report, or None if nothing was loaded.
-    """
+    """Measure heads and judge all gates; `report` is None if nothing was loaded."""
     evidence = HeadsEvidence(reference, heads, report, progress)
     return Checked(tuple(Gate(name, *judge(evidence)) for name, judge in GATES.items()), evidence)
 
@@ -111,7 +108,7 @@ Verdict = tuple[bool, str, str]
 
 
 def judge_loading(e: HeadsEvidence) -> Verdict:
-    """A checkpoint was loaded, and the loader found nothing suspicious."""
+    """Check that a checkpoint was loaded, and that the loader has no findings."""
     if e.report is None:
         return (
             False,
@@ -123,14 +120,14 @@ def judge_loading(e: HeadsEvidence) -> Verdict:
 
 
 def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
-    """Without their blocks the heads give the backbone's own logits, from the state normed once."""
+    """Check that heads without blocks return the backbone's logits: the norm is applied once."""
     states = e.reference.longest
     normed = block_input(e.heads, states)
     expected = torch.from_numpy(states.logits)
     if e.heads.token_map is not None:
         expected = expected[:, e.heads.token_map.cpu()]
     # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4 lm_head
-    # rounds its weights and its products, each to bfloat16.
+    # rounds its weights and its products to bfloat16.
     allowed = max(EXACT, 2 * torch.finfo(e.heads.shared_lm_head.dtype).eps)
     error = relative_error(F.linear(normed, e.heads.shared_lm_head), expected)
     says = f"without blocks, logits differ from the backbone's by {error:.2g} (relative), {allowed:.2g} is allowed"
@@ -140,18 +137,18 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
 
 
 def other_norms(backbone: Backbone, states: States) -> dict[str, Tensor]:
-    """Return the inputs of blocks under other norms (applied twice, not at all), by fault."""
+    """Return the blocks' inputs if the norm is applied twice or not at all, by fault."""
     return {"double norm": backbone.norm(states.post_norm), "missing norm": states.pre_norm}
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the largest difference, relative to the largest expected value."""
+    """Return the largest difference, relative to the largest expected value (both absolute)."""
     expected = expected.float().cpu()
     return float((actual.float().cpu() - expected).abs().max() / expected.abs().max())
 
 
 def judge_schedule(e: HeadsEvidence) -> Verdict:
-    """The learning rate stayed above zero until the end of the training."""
+    """Check that the learning rate stayed above zero until the end."""
     if not e.log:
         return True, "no training log came with the heads: nothing to judge", ""
     dead = dead_steps(e.log)
@@ -160,9 +157,9 @@ def judge_schedule(e: HeadsEvidence) -> Verdict:
 
 
 def dead_steps(log: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of steps, after the highest rate, at under DEAD_LR of it.
+    """Return the share of steps with the LR decayed to at most DEAD_LR of its peak.
 
-    The lines of a `log` have step, ascending, and lr, which holds from the line before.
+    `log` entries are in order of step; the lr of an entry counts for all steps since the previous.
     """
     step, lr = np.array([(line["step"], line["lr"]) for line in log], dtype=float).T
     top = lr.argmax()
@@ -171,8 +168,8 @@ def dead_steps(log: Sequence[Mapping[str, Any]]) -> float:
 
 
 def judge_acceptance(e: HeadsEvidence) -> Verdict:
-    """Chains accept more drafts than with shuffled weights, and not fewer than under another norm."""
-    if judge_zero_blocks(e)[0]:  # with a wrong input, other norms tell nothing about the training
+    """Check that chains accept more than with shuffled weights, no less than with another norm."""
+    if judge_zero_blocks(e)[0]:  # with a wrong input, other norms show nothing about training
         for fault in ("double norm", "missing norm"):
             normed = e.score_all(normed=lambda s, fault=fault: other_norms(e.reference.backbone, s)[fault])
             gain, is_better = chain_gain(normed, e.scores)
@@ -185,7 +182,7 @@ def judge_acceptance(e: HeadsEvidence) -> Verdict:
 
 
 def shuffle(e: HeadsEvidence) -> Heads:
-    """Return the heads with the weights of each block in random order: of the same size, untrained."""
+    """Return a copy of the heads with each weight tensor of the blocks randomly permuted."""
     shuffled = Heads(e.heads.config, e.reference.backbone, e.heads.token_map)
     shuffled.load_state_dict(e.heads.state_dict())
     generator = torch.Generator().manual_seed(0)
@@ -197,9 +194,9 @@ def shuffle(e: HeadsEvidence) -> Heads:
 
 
 def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> tuple[float, bool]:
-    """Return the gain of `scores` in accepted drafts per round, and whether it counts.
+    """Return the gain of `scores` in accepted draft tokens per round, and whether it counts.
 
-    Every position of the plain texts counts as the start of a round.
+    Every position of the plain texts is used as the start of a round.
     """
     accepted, of_others = (np.concatenate([(s.rank == 0).cumprod(1).sum(1) for s in of]) for of in (scores, others))
     gains = accepted - of_others
@@ -208,9 +205,9 @@ def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> tuple[floa
 
 
 def judge_serving(e: HeadsEvidence) -> Verdict:
-    """Greedy chains accept the drafts that are right offline, in the same rounds.
+    """Check that each round of greedy chains accepts the draft tokens that are correct offline.
 
-    If rounding made a chain's text differ from the plain text, the chain's own text is scored.
+    If a chain's text differs from the plain text due to rounding, the chain's own text is scored.
     """
     target = e.reference.target
     rounds = differ = 0
@@ -235,4 +232,4 @@ GATES = {
     "serving": judge_serving,
     "schedule": judge_schedule,
 }
-"""Judges by the name of the gate."""
+"""Maps the name of a gate to its function."""

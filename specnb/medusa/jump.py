@@ -1,19 +1,18 @@
 """One transformer block that drafts autoregressively from states of the target's inner layers.
 
-The first step after token t reads the target's states, each next step the block's own output:
+The first step after token t reads the target's states, each later step the block's own output:
 
     z_1 = S s_t + E e_(t+1)              s_t      outputs of some of the target's layers at t
     z_j = O g_(j-1) + E e_(t+j)          e_(t+j)  the target's embedding of token t + j
     g_j = block(z_j)                     g_j      output of one block of attention and MLP
     logits_j = U norm(g_j)               U        the lm_head's rows of the draft vocabulary
 
-S, O and E are `from_states`, `from_own` and `from_token`. The block has a KV cache of its own.
-States and embeddings are scaled to a mean square of 1. Letters of shapes: B rows of T tokens, S
-starts of rounds, hidden size D.
+S, O and E are `from_states`, `from_own` and `from_token`. The block has its own KV cache. States,
+block outputs and embeddings are scaled to a mean square of 1. In shapes, B is rows, T tokens, S
+starts of rounds, and D the hidden size.
 
-- `jump` initializes the block with one of the target's, and the maps by least squares: the copy
-  then gets about the input that the layers before it would give. After economize's jump drafter,
-  whose maps are trained.
+- `jump` initializes the block with a copy of a target layer, and the maps by least squares, so that
+  they approximate the layer's input. After economize's jump drafter, whose maps are trained.
 - `eagle` initializes the block at random and reads three layers (EAGLE-3, Li et al. 2503.01840).
 """
 
@@ -44,8 +43,8 @@ KINDS = ("jump", "eagle")
 class JumpConfig(DrafterConfig):
     """The `config.json` of a `JumpNet`.
 
-    `layers` are the layers whose outputs are read, from 0. `copied` is the layer that initializes
-    the block, or None.
+    `layers` are the target layers whose outputs are read, from 0. `copied` is the layer that
+    initializes the block, or None for a random initialization.
     """
 
     kind: Literal["jump", "eagle"] = "jump"
@@ -55,9 +54,9 @@ class JumpConfig(DrafterConfig):
 
 
 class JumpNet(DrafterNet):
-    """The weights of the drafter on a target, which lends its embeddings and rows of its lm_head."""
+    """The drafter's network; it also uses the target's embeddings and rows of its lm_head."""
 
-    target: Any  # a PreTrainedModel; its parts are Any, too
+    target: Any  # a PreTrainedModel; its parts are also Any
     target_norm: Any
     block: Any
 
@@ -75,19 +74,19 @@ class JumpNet(DrafterNet):
             self.block = dense_copy(origin)
         self.norm = frozen_copy(norm)
         self.requires_grad_(True).to(target.dtype)
-        # Without registration: these are not saved, trained or counted.
+        # Not registered, so these are not saved, trained or counted.
         self.__dict__.update(target=target, target_norm=frozen_copy(norm))
 
     def first_input(self, states: Tensor, ids: Tensor) -> Tensor:
-        """Return z `(…, D)` from the target's states `(…, layers, D)` and the next tokens `(…)`."""
+        """Return z_1 `(…, D)` from the target's states `(…, layers, D)` and next tokens `(…)`."""
         return self.from_states(unit(states).flatten(-2)) + self.from_token(self._embedded(ids))
 
     def next_input(self, g: Tensor, ids: Tensor) -> Tensor:
-        """Return z `(…, D)` from the block's last output `(…, D)` and the next tokens `(…)`."""
+        """Return z_j `(…, D)` from the block's last output `(…, D)` and next tokens `(…)`."""
         return self.from_own(unit(g)) + self.from_token(self._embedded(ids))
 
     def _embedded(self, ids: Tensor) -> Tensor:
-        """Return the target's embeddings `(…, D)` of these tokens, scaled, in the dtype of E."""
+        """Return the target's embeddings of `ids`, `(…, D)`, scaled, in the dtype of E."""
         return unit(self.embeddings[ids]).to(self.from_token.weight.dtype)
 
     def logits(self, g: Tensor) -> Tensor:
@@ -96,19 +95,19 @@ class JumpNet(DrafterNet):
 
     @property
     def scaled_rates(self) -> tuple[list[Tensor], str]:
-        """The weights of a copied block, and the field of `Recipe` that scales their learning rate."""
+        """The weights of a copied block, and the `Recipe` field that scales their learning rate."""
         weights = [] if self.config.copied is None else self.block.parameters()
         return [weight.detach() for weight in weights], "copy_rate"
 
     def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
-        """Yield g of each step: `(B, T - 1, D)` at all tokens but the last, then `(B, S, D)`.
+        """Yield g of each step: `(B, T - 1, D)` for all tokens but the last, then `(B, S, D)`.
 
-        `states (B, T, layers, D)`, `tokens (B, T)`, `starts (S,)`. Step j from the start t reads
-        token t + j, and attends to the first steps up to t and to its own. This is EAGLE-3's
-        training-time test, from some positions only.
+        `states (B, T, layers, D)`, `tokens (B, T)`, `starts (S,)`. Step j from start t reads token
+        t + j, and attends to the first steps up to t and to the steps from t so far. This is
+        EAGLE-3's training-time test, but only from some positions.
         """
         cache = DynamicCache()
-        # 1. The first step at all tokens.
+        # 1. The first step, for all tokens.
         z = self.first_input(states[:, :-1], tokens[:, 1:])
         g = self._run(z, torch.arange(1, tokens.shape[1]), cache)
         yield g
@@ -137,10 +136,10 @@ def unit(x: Tensor) -> Tensor:
 
 
 class JumpDrafter(HeadsDrafter):
-    """Drafts with a `JumpNet`: one pass over the target's new states, then one pass per draft.
+    """Drafts with a `JumpNet`: one pass over the target's new states, then one per further level.
 
-    In a chain a pass computes the newest draft only, in a tree all nodes again at each level. In
-    the next round the KV cache entries of drafts are overwritten by those of the target's states.
+    In a chain, a pass processes only the newest draft token; in a tree, it recomputes all nodes so
+    far. In the next round, the target's states overwrite the KV cache entries of draft tokens.
     """
 
     def __init__(self, target: Any, net: Any) -> None:
@@ -200,13 +199,13 @@ def jump_drafter(
     tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
 ) -> JumpDrafter:
-    """Return a trained `JumpNet` that drafts for a torch target.
+    """Return a drafter with a trained `JumpNet` for a torch target.
 
-    `heads_checkpoint` is a folder or a shipped name; without it, the shipped drafter that was
-    trained on this target is used. `tree` is that of `plan_drafts`. Raises InputError for another
-    engine and if there is no drafter, HeadsMismatch for weights of another model.
+    `heads_checkpoint` is a path or a shipped name; by default, the shipped drafter trained on this
+    target is used. For `tree`, see `plan_drafts`. Raises InputError for another engine and if there
+    is no drafter, HeadsMismatch for weights of another model.
     """
-    read_layers("jump", target)  # refuses other engines and families
+    read_layers("jump", target)  # rejects other engines and families
 
     def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
         return JumpNet(config, target.network, token_map)
@@ -217,17 +216,17 @@ def jump_drafter(
 
 
 eagle_drafter = partial(jump_drafter, kinds=("eagle",))
-"""Return the shipped EAGLE-3-like drafter that was trained on the target."""
+"""Return a drafter with the shipped EAGLE-3-like network trained on the target."""
 
 
 def read_layers(kind: str, model: Any) -> dict[str, Any]:
-    """Return the fields of `JumpConfig` that say which layers a kind of drafter reads and copies.
+    """Return the `JumpConfig` fields for the layers that a kind of drafter reads and copies.
 
-    Raises InputError for engines without hidden states, and for families without such a block.
+    Raises InputError for engines without hidden states, and for unsupported model families.
     """
     if not hasattr(model, "watch_layers"):
         engine = model.caps.engine
-        raise InputError(f"{engine} gives no inner states of {model.name}: open it with ?backend=hf")
+        raise InputError(f"{engine} does not expose layer states of {model.name}: open it with ?backend=hf")
     if type(model.network) not in FAMILIES:
         families = ", ".join(family.__name__ for family in FAMILIES)
         raise InputError(f"got {type(model.network).__name__}, expected one of {families}")

@@ -7,17 +7,17 @@ from the same state (Cai et al. 2401.10774, equation 1):
     x_i = h + SiLU(W_i [h; e_1; …; e_(i+1)] + b_i)    Hydra (Ankner et al. 2402.05109)
     p_i = softmax(U_i x_i)
 
-Letters:
+Symbols:
 
     t        the last token that the backbone has processed; token t + 1 is the newest
     h        its hidden state after the final norm, (hidden,); `normed` in code
-    i        the head, from 0, `n_heads` in all
+    i        the head, from 0 to `n_heads` - 1
     W_i, b_i a `ResidualBlock`, (hidden, hidden) for Medusa, (hidden, (2 + i) hidden) for Hydra;
-             zero before training, so that untrained heads give the backbone's logits of token t + 1
+             zero before training, so untrained heads return the backbone's logits for token t + 1
     e_j      the backbone's embedding of token t + j, (hidden,)
-    U_i      the lm_head, (draft_size, hidden): the backbone's, or one of head i's own
+    U_i      the lm_head, (draft_size, hidden): the backbone's, or that of head i
 
-`n_layers` blocks follow each other; only the first of a Hydra head reads embeddings. Upstream:
+A head has `n_layers` blocks; only the first block of a Hydra head reads embeddings. Upstream:
 `ResBlock` and `medusa_head` in FasterDecoding/Medusa, medusa/model/medusa_model.py.
 """
 
@@ -42,13 +42,13 @@ from specnb.lm.hf.int4 import dense_copy
 MOST_HEADS = 16
 MOST_LAYERS = 8
 OUTSIDE = -1
-"""The draft id of tokens outside the draft vocabulary: heads cannot draft these."""
+"""Draft id of tokens outside the draft vocabulary, which heads cannot draft."""
 
 
 class DrafterConfig(BaseModel):
     """The fields of `config.json` that all trained drafters share.
 
-    `n_heads` is the largest number of tokens drafted in a round; `backbone` is `Backbone.digest`.
+    `n_heads` is the maximum number of tokens drafted in a round; `backbone` is `Backbone.digest`.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,11 +64,11 @@ class DrafterConfig(BaseModel):
 class HeadsConfig(DrafterConfig):
     """The `config.json` of heads.
 
-    `input` says which hidden state the heads take. `pre_norm` heads take the input of the
+    `input` is the hidden state that the heads take. `pre_norm` heads take the input of the
     backbone's final norm and apply a frozen copy of the norm. `post_norm` heads take the output of
     the norm (transformers' `hidden_states[-1]` in the Llama family) and apply none. `lm_head` is
     `shared` (the backbone's) or `private` (one per head). A `draft_vocab` above 0 restricts drafts
-    to that many tokens, which the token map lists.
+    to that many tokens, listed in the token map.
     """
 
     kind: Literal["medusa", "hydra"] = "medusa"
@@ -84,15 +84,15 @@ class HeadsConfig(DrafterConfig):
         return self.draft_vocab or self.vocab_size
 
 
-# --- what drafters borrow from the backbone ---
+# --- parts of the backbone that drafters use ---
 
 SAMPLES = 1 << 14
-"""Number of weights per matrix that enter a digest."""
+"""Number of weights per matrix in a digest."""
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """The borrowed parts of a model; none of them is trained.
+    """The parts of a model that drafters use; none is trained.
 
     `norm` is the final norm; `lm_head` and `embeddings` are `(vocab, hidden)`.
     """
@@ -103,10 +103,10 @@ class Backbone:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 over the signs of SAMPLES weights of the embeddings and of the lm_head.
+        """The sha256 of the signs of SAMPLES weights, each of embeddings and lm_head.
 
-        It is the same in every engine and dtype: rounding flips no sign, except that float16 loses
-        weights below 6e-8. Another model, or further training, flips many.
+        It does not depend on engine or dtype: rounding flips no sign, except that float16 loses
+        weights below 6e-8. Other models, or further training, change many signs.
         """
         state = hashlib.sha256()
         for name, part in {"embeddings": self.embeddings, "lm_head": self.lm_head}.items():
@@ -127,22 +127,21 @@ class Backbone:
 
     @classmethod
     def of(cls, net: PreTrainedModel) -> "Backbone":
-        """Return the parts of a causal LM of transformers.
+        """Return the parts of a transformers causal LM.
 
-        Raises InputError for a model whose logits are not lm_head(norm(hidden)): heads would give
-        other logits.
+        Raises InputError for a model whose logits are not lm_head(norm(hidden)), as heads assume.
         """
         name = type(net).__name__
         output = net.get_output_embeddings()
         embeddings = net.get_input_embeddings()
         if not isinstance(output, nn.Linear) or output.bias is not None:
             expected = "heads need a linear layer without bias"
-            raise InputError(f"got the lm_head {output!r:.100} of {name}, {expected}")
+            raise InputError(f"got lm_head {output!r:.100} in {name}, {expected}")
         config = net.config.get_text_config(decoder=True)
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             value = getattr(config, setting, None)
             if value not in (None, 1):
-                raise InputError(f"{name} has {setting} = {value}: use another model, heads do not support it")
+                raise InputError(f"{name} has {setting} = {value}, which heads do not support: use another model")
         lm_head = output.weight.detach()
         return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)])
 
@@ -154,21 +153,21 @@ def backbone_of(target: LanguageModel) -> Backbone:
     """
     if not hasattr(target, "network"):
         engine = target.caps.engine
-        raise InputError(f"{engine} gives no hidden states of {target.name}: open it with ?backend=hf")
+        raise InputError(f"{engine} does not expose hidden states of {target.name}: open it with ?backend=hf")
     return Backbone.of(target.network)
 
 
 def frozen_copy(norm: nn.Module) -> nn.Module:
-    """Return a copy of a norm that is not trained."""
+    """Return a copy of a norm without gradients."""
     return dense_copy(norm).requires_grad_(False)
 
 
 class DrafterNet(nn.Module):
-    """A trained drafter with parts of the backbone, which are not saved, trained or counted.
+    """Base class of trained drafters. Parts of the backbone are not saved, trained or counted.
 
     `shared_lm_head (draft_size, hidden)` and `embeddings (vocab, hidden)` are the backbone's.
-    `token_map (draft_vocab,)` int64 holds the vocabulary id of each draft id, ascending. It is None
-    if the whole vocabulary is drafted from.
+    `token_map (draft_vocab,)` int64 maps draft ids to vocabulary ids, in ascending order; None for
+    the entire vocabulary.
     """
 
     token_map: Tensor | None
@@ -182,11 +181,11 @@ class DrafterNet(nn.Module):
         self.embeddings = backbone.embeddings
 
     def full_ids(self, draft_ids: Any) -> Any:
-        """Return the vocabulary ids of draft ids, a tensor or one id."""
+        """Return the vocabulary ids of draft ids (a tensor or an int)."""
         return draft_ids if self.token_map is None else self.token_map[draft_ids]
 
     def draft_ids(self) -> Tensor:
-        """Return the draft id, or OUTSIDE, of every vocabulary id: `(vocab_size,)` on the CPU."""
+        """Return the draft id (or OUTSIDE) of every vocabulary id, `(vocab_size,)` on the CPU."""
         every = torch.arange(self.config.vocab_size)
         if self.token_map is None:
             return every
@@ -197,7 +196,7 @@ class DrafterNet(nn.Module):
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Make the random numbers of torch in a block a function of `seed`."""
+    """Seed torch in a block, and restore the CPU generator afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -218,13 +217,13 @@ class ResidualBlock(nn.Module):
     def forward(self, x: Tensor, condition: Tensor | None = None) -> Tensor:
         """Map `x (…, size)` to `(…, size)`.
 
-        `condition (…, conditions * size)` are concatenated embeddings.
+        `condition (…, conditions * size)` has concatenated embeddings.
         """
         return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], dim=-1)))
 
 
 class Head(nn.Module):
-    """Head `index` up to the lm_head: residual blocks.
+    """The residual blocks of head `index`, and its lm_head if that is private.
 
     The first block of a Hydra head also reads embeddings.
     """
@@ -240,9 +239,9 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
 
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
-        """Return features `(…, hidden)` of normed states `x (…, hidden)`.
+        """Return features `(…, hidden)`, the lm_head's input, for normed states `x (…, hidden)`.
 
-        A Hydra head reads `embeddings (…, index + 1, hidden)`.
+        A Hydra head needs `embeddings (…, index + 1, hidden)`.
         """
         condition = None if embeddings is None else embeddings.flatten(-2)
         for block in self.blocks:
@@ -252,10 +251,10 @@ class Head(nn.Module):
 
 
 class Heads(DrafterNet):
-    """All heads on one backbone: from hidden states to logits over the draft vocabulary.
+    """All heads of one backbone: from hidden states to logits over the draft vocabulary.
 
-    Their `norm` is a frozen copy of the backbone's. Config, backbone and map must fit:
-    `load_trained_heads` checks it.
+    `norm` is a frozen copy of the backbone's norm. Config, backbone and token map must match
+    (`load_trained_heads` checks it).
     """
 
     norm: nn.Module
@@ -264,7 +263,7 @@ class Heads(DrafterNet):
         super().__init__(config, backbone, token_map)
         self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
         self.to(device=backbone.lm_head.device, dtype=backbone.lm_head.dtype)
-        self.__dict__["norm"] = frozen_copy(backbone.norm)  # without registration
+        self.__dict__["norm"] = frozen_copy(backbone.norm)  # not registered
         if config.lm_head == "private":
             with torch.no_grad():
                 for head in self.heads:
@@ -274,20 +273,20 @@ class Heads(DrafterNet):
     def scaled_rates(self) -> tuple[list[Tensor], str]:
         """Hydra's weights on embeddings, `(hidden, n * hidden)`, whose learning rate is scaled.
 
-        The second value is the field of `Recipe` that scales it.
+        The second value is the name of the `Recipe` field with the scale.
         """
         size = self.config.hidden_size
         conditioned = self.heads if self.config.kind == "hydra" else ()
         return [head.blocks[0].linear.weight.detach()[:, size:] for head in conditioned], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """Return the input of the blocks for hidden states `(…, hidden)` (see `config.input`)."""
+        """Return the blocks' input for hidden states `(…, hidden)`, as set by `config.input`."""
         return self.norm(hidden) if self.config.input == "pre_norm" else hidden
 
     def features(self, head: int, normed: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return features `(…, hidden)` of one head.
 
-        `ids (…, n)` with n > head are the tokens after the hidden state. Medusa heads ignore them.
+        `ids (…, n)`, n > head, are the tokens after the hidden state; Medusa heads ignore them.
         """
         if self.config.kind == "medusa":
             return self.heads[head](normed)
@@ -301,12 +300,12 @@ class Heads(DrafterNet):
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return one head's logits `(batch, draft_size)` float32.
 
-        `hidden (batch, hidden)`; `ids (batch, n)` with n > head.
+        `hidden (batch, hidden)`; `ids (batch, n)`, n > head, as in `features`.
         """
         return self.logits(head, self.features(head, self.normed(hidden), ids)).float()
 
     def all_logits(self, hidden: Tensor) -> Tensor:
-        """Return logits `(n_heads, draft_size)` float32 of Medusa heads, for `hidden (hidden,)`.
+        """Return logits `(n_heads, draft_size)` float32 of Medusa heads for `hidden (hidden,)`.
 
         A shared lm_head is read once for all heads.
         """
@@ -319,8 +318,7 @@ class Heads(DrafterNet):
     def cost(self) -> tuple[int, int]:
         """Return the number of trained parameters, and the bytes read to draft with all heads.
 
-        Medusa heads read a shared lm_head once; Hydra heads run one after the other and read it
-        once each.
+        Medusa heads read a shared lm_head once; Hydra heads run in sequence and read it once each.
         """
         weights = list(self.parameters())
         n_bytes = sum(weight.nbytes for weight in weights)
@@ -330,6 +328,6 @@ class Heads(DrafterNet):
 
 
 def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
-    """Return untrained heads. Their weights depend on the seed alone."""
+    """Return untrained heads, seeded by `seed`."""
     with seeded(seed):
         return Heads(config, backbone, token_map)

@@ -1,4 +1,4 @@
-"""Recipes of trainings, and what heads and jump drafters share in training: batches and figures."""
+"""Training recipes, and code shared by heads and jump drafters in training: batches, metrics."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,15 +21,15 @@ from specnb.medusa.jump import KINDS
 class Recipe:
     """`steps` of AdamW on `batch_size` positions; linear warm-up, then a cosine to `eta_min`.
 
-    `head_weight ** k` is the weight of head k's loss (Cai et al. 2401.10774, section 2.2.1).
-    `teacher` is the share of the loss that compares with the backbone's probabilities instead of
-    its token (Hydra's teacher loss, Ankner et al. 2402.05109). Hydra's weights on embeddings are
-    moved at `embedding_rate` times the learning rate: AdamW moves all weights by about the same
-    amount, and embeddings may be much smaller than normed hidden states (SmolLM2-135M: 0.1 and 1.1
-    in the median dimension).
+    `clip` is the maximum gradient norm. `head_weight ** k` is the weight of head k's loss (Cai et
+    al. 2401.10774, section 2.2.1). `teacher` is the share of the loss against the backbone's
+    probabilities instead of its token (Hydra's teacher loss, Ankner et al. 2402.05109). Hydra's
+    weights on embeddings use `embedding_rate` times the learning rate: AdamW updates all weights by
+    about the same amount, and embeddings may be much smaller than normed hidden states
+    (SmolLM2-135M: 0.1 and 1.1 in the median dimension).
 
     Jump drafters are trained on roll-outs of `roll_out` steps, with a share `lk` of the LK loss.
-    The copied block is moved at `copy_rate` times the learning rate.
+    The copied block uses `copy_rate` times the learning rate.
     """
 
     steps: int
@@ -50,7 +50,7 @@ class Recipe:
     def __post_init__(self) -> None:
         positive = min(self.steps, self.batch_size, self.eta_min, self.embedding_rate) > 0
         if not positive or not 0 <= self.teacher <= 1 or self.eta_min > self.peak_lr:
-            expected = "positive numbers, a teacher from 0 to 1, eta_min at most peak_lr"
+            expected = "positive numbers, teacher from 0 to 1, eta_min at most peak_lr"
             raise InputError(f"got {self}, expected {expected}")
 
     def lr(self, step: int) -> float:
@@ -65,40 +65,40 @@ PRESETS, JUMP_PRESETS = (
     {name: Recipe(**values) for name, values in presets.items()}
     for presets in read_toml(Path(__file__).with_name("recipes.toml")).values()
 )
-"""Recipes of heads, and of a `JumpNet`."""
+"""Recipes by name, for heads and for a `JumpNet`."""
 
 
 def recipe_for(preset: str, kind: str = "medusa", **changed: Any) -> Recipe:
-    """Return a preset with the values of `changed` that are not None. Raises InputError if unknown."""
+    """Return a preset with the values of `changed` that are not None. Raises InputError."""
     presets = JUMP_PRESETS if kind in KINDS else PRESETS
     require_known("preset", preset, presets)
     values = {key: value for key, value in changed.items() if value is not None}
-    if "steps" in values:  # a short run would not get past a long warm-up
+    if "steps" in values:  # a short run would end within a long warm-up
         values = {"warmup": min(presets[preset].warmup, values["steps"] // 10)} | values
     return replace(presets[preset], **values)
 
 
 TOP = 5
-"""Number of a drafter's best tokens that are compared with the label."""
+"""Number of best tokens that are compared with the label."""
 Figures = dict[str, Any]
-"""Measurements of a batch, unweighted: numbers, and lists by head or step."""
+"""Unweighted metrics of a batch: numbers, and lists by head or roll-out step."""
 
 
 def round_figures(**figures: Tensor) -> Figures:
-    """Return figures rounded to five decimals, for a log."""
+    """Return metrics as Python numbers and lists, rounded to five decimals."""
     return {name: figure.double().round(decimals=5).tolist() for name, figure in figures.items()}
 
 
 def hits_by_rank(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return which of the TOP best tokens of `logits (n, draft_size)` is the label, `(n, TOP)` bool.
+    """Return whether the label is the r-th best token of `logits (n, draft_size)`: `(n, TOP)` bool.
 
-    `labels (n,)` are draft ids; negative ones are never hit.
+    `labels (n,)` are draft ids; negative ones never match.
     """
     return logits.topk(min(TOP, logits.shape[-1])).indices == labels[:, None]
 
 
 class Batches:
-    """Batches of a text by step, a function of (seed, step). Subclasses define length and `batch`."""
+    """Batches by step, a function of (seed, step). Subclasses define length and `batch`."""
 
     positions = 1
     """Positions of the text per item."""
@@ -107,7 +107,7 @@ class Batches:
         raise NotImplementedError
 
     def batch(self, chosen: Tensor) -> Any:
-        """Return the batch of the items with these numbers."""
+        """Return the batch of the items with the indices `chosen`."""
         raise NotImplementedError
 
     def at_step(self, step: int, recipe: Recipe) -> Any:
@@ -117,21 +117,21 @@ class Batches:
         """
         n = recipe.batch_size // self.positions
         if n > len(self):
-            raise InputError(f"got {len(self)} examples, a batch takes {n}: write more text")
+            raise InputError(f"got {len(self)} examples, expected at least {n} for a batch: write more text")
         drawn = np.random.default_rng([recipe.seed, step]).choice(len(self), n, replace=False)
         return self.batch(torch.from_numpy(drawn))
 
     def spread(self, n: int) -> Any:
-        """Return a batch of about `n` items at equal distances."""
+        """Return a batch of `n` to 2n evenly spaced items, or all if fewer."""
         return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
 
 
 @contextmanager
 def in_float32(net: Any) -> Iterator[None]:
-    """Hold the weights of a drafter in float32 in the block, as in training.
+    """Convert a drafter's weights to float32 inside the block, as for training.
 
-    On CPUs that only emulate bfloat16 the shared lm_head is float32, too: then so are the matrix
-    products of the losses, which are otherwise in bfloat16.
+    On devices without bfloat16 in hardware, the shared lm_head is also converted: losses then use
+    float32 matrix products, otherwise bfloat16.
     """
     lm_head = net.shared_lm_head
     net.float()
@@ -145,9 +145,9 @@ def in_float32(net: Any) -> Iterator[None]:
 
 
 class Lesson(NamedTuple):
-    """The task of a training: batches of a text, their loss, and the figures on held-out text.
+    """A training task: batches of a text, their loss, and metrics on held-out text (`judge`).
 
-    `prepare` sets the initial weights; a resumed training does not need it.
+    `prepare` sets initial weights; it is not called when training resumes.
     """
 
     batches: Batches

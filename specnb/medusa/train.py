@@ -1,8 +1,8 @@
-"""Train a drafter: one loop for heads and jump drafters, checkpoints, and the facts of a training.
+"""Train a drafter: one loop for heads and jump drafters, checkpoints, and training metadata.
 
-`specnb heads train --kind medusa --preset cpu` runs all stages. Every stage resumes where it was
-stopped, and a resumed run ends with bit-identical weights. The backbone is frozen: it generates the
-text with its hidden states once (`data`), and does not run during the training.
+`specnb heads train --kind medusa --preset cpu` runs all stages. An interrupted stage resumes, and a
+resumed run ends with bit-identical weights. The backbone is frozen: it generates the text with its
+hidden states once (`data`), and does not run during training.
 """
 
 import io
@@ -35,7 +35,7 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 
 def lesson_of(net: Trainee, recipe: Recipe, text: Path) -> Lesson:
-    """Return what `net` learns from the text in a folder."""
+    """Return the training task of `net` on the text in a folder."""
     return jump_lesson(net, recipe, text) if isinstance(net, JumpNet) else heads_lesson(net, recipe, text)
 
 
@@ -50,12 +50,12 @@ def train(
 ) -> Log:
     """Train `net` in place on the text in a folder, and return the log.
 
-    `folder` is that of the checkpoint. Weights are float32 during the training. Every `save_every`
-    steps a checkpoint is written, and a line of the log: step, examples, lr, weighted loss,
-    held-out figures. `on_step` is called with step, weighted loss and the figures of the batch.
+    `folder` is that of the checkpoint. Weights are float32 during training. Every `save_every`
+    steps and at the end, a checkpoint and a log entry are written: step, examples, lr, weighted
+    loss, held-out metrics. `on_step` is called with step, weighted loss and metrics of the batch.
 
-    Raises InputError if the folder's checkpoint has another text, recipe or config, and EngineError
-    for a gradient that is not finite.
+    Raises InputError if the checkpoint is of another text, recipe or config, or if there is too
+    little text, and EngineError for a non-finite gradient.
     """
     lesson = lesson_of(net, recipe, text)
     file = folder / CHECKPOINT_FILE
@@ -75,11 +75,11 @@ def train(
             start = saved["step"]
             log = saved["log"]
         for step in range(start + 1, recipe.steps + 1):
-            # 2. Update the weights by the loss of a batch.
+            # 2. Update the weights.
             loss, figures = lesson.loss(net, recipe, lesson.batches.at_step(step - 1, recipe))
             _update(net, recipe, optimizer, loss, step - 1)
             on_step(step, loss.item(), figures)
-            # 3. Judge on held-out text, and write a checkpoint.
+            # 3. Evaluate on held-out text, and write a checkpoint.
             if step % save_every == 0 or step == recipe.steps:
                 line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
                 log.append(line | {"loss": loss.item()} | lesson.judge())
@@ -90,17 +90,17 @@ def train(
 
 
 def _read_checkpoint(file: Path, run: dict[str, Any]) -> dict[str, Any]:
-    """Read the checkpoint of `run`. Raises InputError if it is another's."""
+    """Read the checkpoint of `run`. Raises InputError if it is of another run."""
     with reading(file):
         saved = torch.load(file, map_location="cpu", weights_only=True)
         other = [key for key in run if saved["run"][key] != run[key]]
     if other:
-        raise InputError(f"{file.parent} holds another run: {' and '.join(other)} differ. Use another folder")
+        raise InputError(f"{file.parent} has another run: {' and '.join(other)} differ. Use another folder")
     return saved
 
 
 def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, step: int) -> None:
-    """Update the weights by the loss of a step, from 0."""
+    """Update the weights from the loss of a step (from 0). Raises EngineError."""
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
         broken = f"the gradient of step {step} is not finite (loss {loss.item()})"
@@ -116,7 +116,7 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
 
 
 def time_step(net: Trainee, recipe: Recipe, lesson: Lesson) -> float:
-    """Return the seconds of one forward and backward pass, to estimate the time of a training."""
+    """Return the seconds of one forward and backward pass, to estimate the training time."""
     batch = lesson.batches.at_step(0, recipe)
     lesson.loss(net, recipe, batch)
     start_s = time.perf_counter()
@@ -125,7 +125,7 @@ def time_step(net: Trainee, recipe: Recipe, lesson: Lesson) -> float:
     return time.perf_counter() - start_s
 
 
-# --- from a model to a drafter, and the facts next to its weights ---
+# --- creating a drafter for a model, and its training metadata ---
 
 
 def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig:
@@ -144,14 +144,14 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
 
 
 def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
-    """Generate the batches of text that the folder lacks, and return the training text."""
+    """Generate the batches of text that are missing in the folder, and return the train split."""
     splits = {"held_out": 2, "train": batches}
     data.write_splits(model, text, batches=splits, writing=Writing(), progress=progress)
     return data.read(text, "train")
 
 
 def make_heads(model: Any, config: HeadsConfig | JumpConfig, rows: TextRows, seed: int) -> Trainee:
-    """Return an untrained drafter. Its draft vocabulary is the most frequent tokens of `rows`."""
+    """Return an untrained drafter. Its draft vocabulary has the most frequent tokens of `rows`."""
     token_map: Any = None
     if config.draft_vocab:
         token_map = data.most_frequent(rows, config.draft_vocab, config.vocab_size)
@@ -162,9 +162,9 @@ def make_heads(model: Any, config: HeadsConfig | JumpConfig, rows: TextRows, see
 
 
 def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[str, Any]:
-    """Return the facts of a training.
+    """Return the training metadata, for training.json.
 
-    Trees are chosen by `accuracy`, the accuracies on held-out text.
+    `accuracy (heads, TOP)`, from which trees are chosen, is measured on held-out text.
     """
     rows = {split: data.read(text, split) for split in SPLITS}
     of_text = {
@@ -184,7 +184,7 @@ def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[s
 
 
 def card_of(facts: dict[str, Any]) -> str:
-    """Return the card of a trained drafter, in Markdown, from the facts of its training."""
+    """Return the Markdown card of a trained drafter, from its training metadata."""
     config, text, recipe = facts["heads"], facts["text"], facts["recipe"]
     last = facts["log"][-1]
     drafted = config["draft_vocab"] or config["vocab_size"]
@@ -193,10 +193,10 @@ def card_of(facts: dict[str, Any]) -> str:
     tau = last.get("greedy_tau", 1 + np.cumprod(last["top1"]).sum())
     return f"""# `{config["kind"]}`, a drafter for `{config["backbone_name"]}`
 
-{facts["parameters"] / 1e6:.2f} M parameters of its own; it drafts from {drafted:,} tokens.
+{facts["parameters"] / 1e6:.2f} M trained parameters; the draft vocabulary has {drafted:,} tokens.
 
-On held-out text that the target generated, the share of best tokens that are right is {shares}, by draft position.
-A round yields {tau:.2f} tokens in greedy decoding.
+Accuracy of the most likely token on held-out text generated by the target: {shares}, by draft position.
+Expected tokens per round in greedy decoding: {tau:.2f}.
 
 Trained on {text["tokens"]["train"]:,} tokens of text, {text["own"]["train"]:,} of them generated by the target{writer}:
 {recipe["steps"]:,} steps of {recipe["batch_size"]:,} positions, peak learning rate {recipe["peak_lr"]:g}.
