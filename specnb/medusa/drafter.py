@@ -148,7 +148,7 @@ class HeadsDrafter(DrafterBase):
     def step_s(self) -> float:
         """Return the median seconds per position of a full chain, or per level of the tree."""
         depth = self._plan.depth if self._plan else self.n_heads
-        return drafting_s(self, depth) / depth if depth else 0.0
+        return drafting_s(self, self.tree_nodes or depth) / depth if depth else 0.0
 
 
 Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
@@ -157,8 +157,8 @@ Logits = Callable[[int, Sequence[Sequence[int]]], Tensor]
 Medusa heads do not read draft tokens and return one row for all paths."""
 
 
-def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
-    """Return the median seconds to draft `depth` tokens (nodes, for a tree). Resets the target."""
+def drafting_s(drafter: HeadsDrafter, k: int, *, repeats: int = 5) -> float:
+    """Return the median seconds to draft `k` tokens (nodes, for a tree). Resets the target."""
     target = drafter.target
     greedy = Chooser(Sampling())
     target.reset()
@@ -167,7 +167,7 @@ def drafting_s(drafter: HeadsDrafter, depth: int, *, repeats: int = 5) -> float:
     samples = []
     for _ in range(2 + repeats):
         start_s = perf_counter()
-        drafter.propose([0, 0, 0], depth, greedy)
+        drafter.propose([0, 0, 0], k, greedy)
         samples.append(perf_counter() - start_s)
     target.reset()
     return float(np.median(samples[2:]))

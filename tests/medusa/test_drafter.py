@@ -181,6 +181,14 @@ def test_the_chosen_tree_has_the_most_tokens_per_second(tiny, monkeypatch, per_n
     assert bool(len(best.plan)) == (per_node_s < 1)
 
 
+@pytest.mark.parametrize(("plan", "k", "depth"), [(None, 3, 3), (BUSH, 6, 3), (TreePlan((), ()), 0, 0)])
+def test_the_draft_step_is_that_of_the_whole_chain_or_tree(tiny, monkeypatch, plan, k, depth):
+    drafting = HeadsDrafter(tiny, random_heads(tiny, n_heads=3), plan)
+    drafted = []
+    monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: drafted.append(k) or 6.0)
+    assert drafting.step_s() == (6.0 / depth if depth else 0.0) and drafted == [k] * bool(depth)
+
+
 def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
     ids = periodic.prompts(2)
     monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
