@@ -1,1 +1,1 @@
-"""Does a draft model fit a target? Compare tokenizers and configs of any format, without reading weights."""
+"""Check whether a draft model fits a target, from tokenizers and configs, without weights."""

@@ -1,6 +1,6 @@
-"""Check whether a draft model works with a target: the verdict, every difference, and other engines' checks.
+"""Check whether a draft model works with a target: verdict, differences, other engines' checks.
 
-check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict   # needs translation
+`check(describe("smollm2-135m"), describe("qwen2.5-0.5b-instruct")).verdict`: "needs translation".
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ VERDICTS = {
 class Severity(IntEnum):
     """The effect of a difference."""
 
-    NOTE = 0  # none on speculation
+    NOTE = 0  # no effect on speculation
     LOWERS = 1  # acceptance is lower than it could be
     BREAKS = 2  # ids or states cannot be used as they are
 
@@ -67,7 +67,7 @@ class IdComparison(NamedTuple):
 
 
 def compare_ids(target: Tokens, draft: Tokens) -> IdComparison:
-    """Compare two vocabularies id by id. Padding rows (ids that no tokenizer produces) are no mismatch."""
+    """Compare two vocabularies id by id, except the padding rows at their ends."""
     a = target.by_id
     b = draft.by_id
     differ = [i for i, unequal in enumerate(map(ne, a, b)) if unequal]
@@ -86,7 +86,7 @@ class Finding(NamedTuple):
 
 
 BESIDE_TOKENS = ("state of the target", "state of the draft", "modified draft")
-"""Topics that matter even if all tokens fit."""
+"""Topics that matter even if all tokens match."""
 
 
 class Opinion(NamedTuple):
@@ -99,11 +99,11 @@ class Opinion(NamedTuple):
 class Report(NamedTuple):
     """The verdict on a pair, all findings, and other engines' checks.
 
-    `way` is the translation that `load_drafter` uses, `overlap` the pieces shared under any id, `ids`
-    the comparison id by id, and `reach` the share of an ordinary text's tokens that can be drafted
-    (see `predict`); all four are None if a vocabulary is not available. The verdict is about tokens
-    alone; other obstacles, such as a recurrent state, are findings of severity BREAKS. `from_memory`
-    names the facts that no available document shows.
+    `way`: the translation that `load_drafter` uses. `overlap`: the pieces shared under any id.
+    `ids`: the comparison id by id. `reach`: the share of an ordinary text's tokens that can be
+    drafted (see `predict`). All four are None if a vocabulary is not available. The verdict only
+    concerns tokens; other obstacles, such as a recurrent state, are findings of severity BREAKS.
+    `from_memory` names the facts that no available document shows.
     """
 
     target: str
@@ -119,7 +119,7 @@ class Report(NamedTuple):
     from_memory: tuple[str, ...]
 
     def to_frame(self) -> pd.DataFrame:
-        """Return a row per finding: topic, severity, both values, remedy."""
+        """Return one row per finding: topic, severity, both values, remedy."""
         rows = [f._replace(severity=f.severity.name.lower()) for f in self.findings]
         return pd.DataFrame(rows, columns=list(Finding._fields))
 
@@ -136,7 +136,7 @@ class Report(NamedTuple):
         }
 
     def expectation(self, k: int = 4) -> str:
-        """Return a sentence with the predicted acceptance at draft length `k`; "" if it is unknown."""
+        """Return a sentence with the predicted acceptance at draft length `k`, or "" if unknown."""
         if not self.reach:
             return ""
         best = predict(self.reach, k)
@@ -149,22 +149,22 @@ class Report(NamedTuple):
     def summary(self) -> str:
         """Return the verdict in a sentence, with the overlap."""
         o = self.overlap
-        memory = f" From memory, in no document at hand: {', '.join(self.from_memory)}." if self.from_memory else ""
+        memory = f" From memory, without a document: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
-            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not at hand.{memory}"
+            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not available.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
         n = self.ids.n_different
         ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
         others = [f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS]
-        but = f" Beside the tokens: {'; '.join(others)}." if others else ""
+        but = f" Apart from the tokens: {'; '.join(others)}." if others else ""
         return f"{self.draft} for {self.target}: {self.verdict}{by}; {ids}; {shared}.{but}{memory}"
 
 
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with a target, from their descriptions alone.
 
-    A drafter of DRAFT_HEADS without a vocabulary uses the target's, if it has as many rows.
+    A drafter in DRAFT_HEADS without a vocabulary uses the target's, if it has as many rows.
 
     >>> from specnb.compat.read import describe
     >>> check(describe("qwen2.5"), describe("qwen3")).verdict.value
@@ -195,7 +195,7 @@ def check(target: Description, draft: Description) -> Report:
 
 
 def matrix(described: Sequence[Description]) -> pd.DataFrame:
-    """Return a row per ordered pair of different models: verdict, overlap, other engines' checks.
+    """Return one row per ordered pair of models: verdict, overlap, other engines' checks.
 
     Raises InputError for fewer than two models, or two with the same name.
     """
@@ -224,30 +224,29 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
 
 # --- predictions ------------------------------------------------------------------------------------------------------
 #
-# `reach` is the share of an ordinary text's tokens, as the target's tokenizer writes it, that the draft model can
-# propose. `quality` is the probability that it predicts a token correctly in the target's own vocabulary. Then
+# `reach` is the share of an ordinary text's tokens, in the target's tokenization, that the draft
+# model can propose. `quality` is the probability that it predicts a token correctly in the target's
+# own vocabulary. Then (Leviathan 2211.17192)
 #
-#     alpha = quality * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K      (Leviathan 2211.17192)
+#     alpha = quality * reach,   tau = 1 + alpha + … + alpha^K,   acceptance = (tau - 1) / K
 #
-# This assumes that shared tokens are no easier to predict than others, that the draft model is as good after a token
-# that it had to spell, and that the text is an ordinary one. The second assumption is optimistic: for SmolLM2-135M with
-# five other families' tokens, K = 4, greedy, the measured rate is 0.00 to 0.11 below the predicted one on code and
-# prose (notebook 03 shows both), and 0.08 to 0.17 below it on chats that edit. `quality` comes from a run of the same
-# draft model in the target's vocabulary, or is 1, the upper bound.
+# This assumes that shared tokens are no easier to predict than others, that the draft model is as
+# good after a token that it had to spell, and that the text is an ordinary one. The second
+# assumption is optimistic: for SmolLM2-135M with the tokens of five other families, K = 4, greedy,
+# the measured rate is 0.00 to 0.11 below the predicted one on code and prose (notebook 03 shows
+# both), and 0.08 to 0.17 below it on editing chats. `quality` comes from a run of the same draft
+# model in the target's vocabulary, or is 1, the upper bound.
 
 
 class Prediction(NamedTuple):
-    """`tau` tokens per target forward pass, and accepted / drafted tokens if every round drafts K."""
+    """`tau` tokens per target forward pass, and accepted / drafted tokens in rounds of K."""
 
     tau: float
     acceptance_rate: float
 
 
 def reach_of(fit: Fit) -> float | None:
-    """Return the share of an ordinary text's tokens that a draft model can propose.
-
-    None if no tokenizer could count it.
-    """
+    """Return the share of an ordinary text's tokens that can be drafted, or None if unknown."""
     if fit.way is Translation.SAME:
         return 1.0
     if fit.way is Translation.NONE:
@@ -256,7 +255,7 @@ def reach_of(fit: Fit) -> float | None:
 
 
 def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
-    """Return the acceptance at draft length `k` (at least 1); `reach` and `quality` are from 0 to 1.
+    """Return the acceptance at draft length `k` >= 1; `reach` and `quality` are between 0 and 1.
 
     >>> predict(0.5, 2)
     Prediction(tau=1.75, acceptance_rate=0.375)
@@ -274,7 +273,7 @@ def _of_pieces(
 ) -> Iterator[tuple]:
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
-        how = "give {} with the tokenizer (if gated: accept the licence there, then hf auth login)"
+        how = "give {} with the tokenizer (if gated: accept the license there, then hf auth login)"
         sources = [d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None]
         yield "pieces", BREAKS, *values, how.format(" and ".join(sources))
         return
@@ -293,7 +292,7 @@ def _of_pieces(
 PROBE = """def f(x):
     return x**2  # squared
 a  b   c\t\td e \u00a0f 3.14159 1,000,000 0xFF 推測的デコーディング 추측 👩‍🔬🇨🇭 ✅ caf\ufffd Zürich e\u0301"""
-"""A text that tokenizers split differently, or normalize differently."""
+"""A text that tokenizers split or normalize differently."""
 
 
 def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
@@ -306,7 +305,7 @@ def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
     except InputError:  # one of them cannot encode a character
         return
     if ids != others:
-        remedy = "the target alone encodes prompts; a draft trained on another cut of the same text guesses worse"
+        remedy = "only the target encodes prompts; a draft trained on another tokenization predicts worse"
         n = n_common(ids, others)
         yield "same text, other ids", LOWERS, _show(ids[n:]), _show(others[n:]), remedy
 
@@ -330,8 +329,8 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
     for role, state in zip(("target", "draft"), states, strict=True):
         if state in (State.RECURRENT, State.HYBRID):
             remedy = (
-                f"a {state} state cannot be cropped: rejected tokens are taken back by replay, snapshots or a saved "
-                "state (rollback=, notebook 04); an engine that crops all the same continues from a wrong state"
+                f"a {state} state cannot be cropped: rejected tokens are rolled back by replay, snapshots or a saved "
+                "state (rollback=, notebook 04); an engine that crops anyway continues from a wrong state"
             )
             yield f"state of the {role}", BREAKS, *(s or "unknown" for s in states), remedy
 
@@ -361,7 +360,7 @@ def _show(value: object) -> str:
 
 
 def _ranges(ids: Sequence[int]) -> Iterator[str]:
-    """Yield ascending ids, with runs of three or more as "first-last"."""
+    """Yield ascending ids; runs of three or more as "first-last"."""
     for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
         members = [i for _, i in run]
         yield from [f"{members[0]}-{members[-1]}"] if len(members) > 2 else map(str, members)
@@ -372,7 +371,7 @@ SAME_PRE = {"deepseek-r1-qwen": "qwen2"}
 
 NEVER_DRAFTED = "ids that only one of them has are never drafted"
 FIELDS = read_toml(Path(__file__).with_name("fields.toml"))
-"""By the name of a field: topic, severity, remedy."""
+"""Topic, severity and remedy, by field name."""
 
 
 # --- other engines ---------------------------------------------------------------------------------------------------
@@ -384,9 +383,10 @@ FIRST_TEXT = 5
 
 
 def _llama_cpp(target: Description, draft: Description) -> Opinion:
-    """Apply the check of `common_speculative_are_compatible` (common/speculative.cpp): the first difference decides.
+    """Apply the check of `common_speculative_are_compatible` (common/speculative.cpp).
 
-    Type, add_bos and bos, add_eos and eos, size difference <= 128, texts from id 5.
+    It compares type, add_bos and bos, add_eos and eos, size (difference <= 128), and texts from
+    id 5. The first difference decides.
     """
     if option := DRAFT_HEADS.get(draft.architecture):
         return Opinion(True, f"with --spec-type {option} it compares no tokens")
@@ -397,18 +397,18 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
     for name in ("bos", "eos"):
         adds, ids = ([getattr(d, key) for d in pair] for key in (f"add_{name}", name))
         if None in adds:
-            return Opinion(None, f"add_{name} is not known of both")
+            return Opinion(None, f"add_{name} is not known for both")
         if adds[0] != adds[1]:
             return Opinion(False, f"add_{name} {adds[0]} and {adds[1]}")
         if adds[0] and ids[0] != ids[1]:
             return Opinion(False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt")
     sizes = [d.vocab_size for d in pair]
     if None in sizes:
-        return Opinion(None, "vocab_size is not known of both")
+        return Opinion(None, "vocab_size is not known for both")
     if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
         return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
     if None in vocabs:
-        return Opinion(None, "the texts of the tokens are not at hand")
+        return Opinion(None, "the texts of the tokens are not available")
     pieces = (d.vocab.pieces[FIRST_TEXT : min(d.n_tokens, *sizes)] for d in pair)
     for token, (a, b) in enumerate(zip_longest(*pieces, fillvalue=b""), FIRST_TEXT):
         if a != b:
@@ -417,13 +417,13 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:
-    """Apply the check of transformers 5.23: equal sizes are taken for equal tokenizers."""
+    """Apply the check of transformers 5.23, which takes equal sizes for equal tokenizers."""
     if draft.architecture in DRAFT_HEADS:
         return Opinion(False, f"it has no model class for {draft.architecture}")
     a = target.vocab_size
     b = draft.vocab_size
     if None in (a, b):
-        return Opinion(None, "vocab_size is not known of both")
+        return Opinion(None, "vocab_size is not known for both")
     if a == b:
         return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
     return Opinion(False, f"config.vocab_size {a} and {b}: taken for different tokenizers, it asks for both of them")

@@ -1,7 +1,7 @@
-"""The facts that decide whether two models can speculate together, independent of their source.
+"""The facts that decide whether two models can speculate together, whatever their source.
 
 `compat.read` creates descriptions and `compat.check` compares them. A description needs no weights;
-what its source does not state is None.
+fields that its source does not state are None.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,13 +20,13 @@ STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
 DRAFT_HEADS = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
-"""Architectures of drafters that use the target's hidden states and vocabulary, with llama.cpp's `--spec-type`."""
+"""llama.cpp's `--spec-type` by architecture, for drafters that use the target's hidden states."""
 
 
 class State(StrEnum):
     """The kind of a model's state, which decides how it can be rolled back."""
 
-    ATTENTION = "attention"  # a KV cache: cropped
+    ATTENTION = "attention"  # a KV cache, which can be cropped
     RECURRENT = "recurrent"  # one state for all tokens: it needs snapshots, a checkpoint or a replay
     HYBRID = "hybrid"  # both
 
@@ -35,15 +35,15 @@ class State(StrEnum):
 class Description:
     """One model or tokenizer.
 
-    `vocab` holds the ids of a row of logits, including padding rows (piece b""); None if only facts are
-    published. `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have text. `vocab_size` is the width of a
-    row of logits, which may be larger because of padding. `added` are the ids that were added to the
-    trained vocabulary, control tokens or not. `merges` of a BPE in a GGUF has their `count` and the
-    `digest` (sha256) of all merges in order, one "left right" per line. `hub` is the name under which
-    the tokenizer can be read if its pieces are not available. `from_memory` names the fields that no
-    available document shows; a verdict that depends on one is no better than that. `mask` are ids that
-    only a modified draft model uses (PARD's mask tokens). `tokenizer` encodes text without special
-    tokens.
+    `vocab` holds the ids of a row of logits, including padding rows (piece b""); None if only facts
+    are published. `n_tokens` is len(tokenizer): ids 0..n_tokens-1 have text. `vocab_size` is the
+    width of a row of logits, which may be larger because of padding. `added` are the ids added to
+    the trained vocabulary, control tokens or not. `merges` of a BPE in a GGUF has their `count` and
+    the `digest` (sha256) of all merges in order, one "left right" per line. `hub` is the name under
+    which the tokenizer can be read if its pieces are not available. `from_memory` names the fields
+    that no available document shows; verdicts that depend on them are no more reliable. `mask` are
+    ids that only a modified draft model uses (PARD's mask tokens). `tokenizer` encodes text without
+    special tokens.
     """
 
     name: str
@@ -70,7 +70,7 @@ class Description:
     tokenizer: Callable[[str], list[int]] | None = None
 
     def with_pieces(self, vocab: Vocabulary, n_tokens: int, **facts: Any) -> "Description":
-        """Return the description with these pieces, padded to the row of logits, their special ids, and `facts`."""
+        """Return the description with these pieces, padded to the row of logits, and `facts`."""
         rows = max(vocab.size, self.vocab_size or 0)
         padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))
         return replace(
@@ -80,7 +80,7 @@ class Description:
 
     @cached_property
     def tokens(self) -> Tokens | None:
-        """The tokens, for comparison with those of other models; None if only facts are published."""
+        """The tokens, to compare with those of other models; None if only facts are published."""
         return self.vocab and Tokens(self)
 
     @cached_property
@@ -88,14 +88,14 @@ class Description:
         return GreedySpeller(self)
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
-        """Encode a text; without a tokenizer, longest piece first. Control tokens are encoded as plain text."""
+        """Encode a text, control tokens as plain text; without a tokenizer, longest piece first."""
         return self.tokenizer(text) if self.tokenizer else self._speller.spell(text.encode())
 
 
 def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State | None:
-    """Return the kind of state of an architecture; None without one, ATTENTION if STATES does not list it.
+    """Return the kind of state of an architecture, or None if the architecture is unknown.
 
-    `layer_types` of a config take precedence.
+    It is ATTENTION if STATES does not list it. `layer_types` of a config take precedence.
     """
     kinds = set(layer_types)
     recurrent = set(STATES["layer_types"])

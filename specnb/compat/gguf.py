@@ -1,6 +1,7 @@
-"""Describe a GGUF file from its header. No tensor is read, so a file truncated after its header is enough.
+"""Describe a GGUF file from its header.
 
-llama.cpp reads the vocabulary from a copy of the header's key-values.
+No tensor is read, so a file truncated after its header is enough. llama.cpp reads the vocabulary
+from a copy of the header's key-values.
 """
 
 import struct
@@ -44,7 +45,7 @@ def read_gguf(path: Path | str) -> Description:
     embedding = header.shapes.get("token_embd.weight", ())
     rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
     if rows is not None and not 0 < rows <= MAX_ID:
-        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} are the most that is read")
+        raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} is the maximum")
     mask = header.get("tokenizer.ggml.mask_token_id", int) if architecture in DRAFT_HEADS else None
     require_rows(rows or MAX_ID, path, {"mask_token_id": mask})
     described = Description(
@@ -71,7 +72,7 @@ def _with_tokens(header: Header, described: Description) -> Description:
     texts = header.values[TOKENS]
     merges = header.values.get(MERGES)
     n_tokens = vocab.size
-    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # padding rows of a converter
+    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # padding rows from a converter
         n_tokens -= 1
     return described.with_pieces(
         vocab,
@@ -86,7 +87,7 @@ def _with_tokens(header: Header, described: Description) -> Description:
 
 
 def _tokenizer(header: Header) -> binding.FileTokenizer:
-    """Return llama.cpp's tokenizer, opened from the key-values alone, as a known architecture."""
+    """Open llama.cpp's tokenizer from the key-values alone, as the architecture "llama"."""
     pairs = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
     pairs.append(_packed(ARCHITECTURE) + struct.pack("<I", STRING) + _packed("llama"))
     if MERGES not in header.values:  # llama.cpp requires the key; a vocabulary without merges lacks it
@@ -100,7 +101,7 @@ def _tokenizer(header: Header) -> binding.FileTokenizer:
 
 @lru_cache(maxsize=4)
 def _open(key_values: bytes) -> binding.FileTokenizer:
-    """Open a GGUF without tensors. Copies of a model have the same key-values, so they share a tokenizer."""
+    """Open a GGUF without tensors. Copies of a model, with equal key-values, share a tokenizer."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, VOCABULARY)
         file.write_bytes(key_values)

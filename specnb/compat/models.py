@@ -1,12 +1,12 @@
-"""Models: the facts of one, a list of all with their roles, and which pairs can win.
+"""Models: the facts of one, a list of all with their roles, and which pairs can pay.
 
-Fitting is `check`'s verdict on the vocabularies, each two of which are compared once. Winning is a
-bound: a round of K draft tokens commits tau tokens (`predict`, with an acceptance rate of 0.7 for
-tokens that can be drafted) and costs at least 1 + K c plain steps. Here c is the ratio of the bytes
-of weights that a step reads: in a mixture of experts, of the active ones. A forward pass over
-several tokens is taken to cost no more than one over a single token. Where even that bound is below
-1, nothing helps; where it is not, `specnb bench` measures. For a model that is known by facts
-alone a weight counts as a byte.
+Whether a pair fits is the verdict of `check`; each two vocabularies are compared once. Whether it
+can pay follows from a bound on the speedup: a round of K draft tokens commits tau tokens
+(`predict`, with an acceptance rate of 0.7 for tokens that can be drafted) and costs at least
+1 + K c plain steps. Here c is the ratio of the weight bytes that a step reads (in a mixture of
+experts, only active ones). A forward pass over several tokens is assumed to cost no more than one
+over a single token. If the bound is at most 1, the pair cannot pay; otherwise, measure it with
+`specnb bench`. For a model known only from facts, a weight counts as one byte.
 """
 
 import math
@@ -34,7 +34,7 @@ from specnb.lm.gguf.header import ARCHITECTURE, read_header
 from specnb.lm.load import load
 
 QUALITY = 0.7
-"""Acceptance rate of a token: about that of a good small draft model on code."""
+"""Assumed acceptance rate of a token: about that of a good small draft model on code."""
 LONGEST = 16
 COLUMNS = ("target", "draft", "verdict", "c", "text_shared", "k", "best_case", "can_win")
 STATED = ("source", "architecture", "state", "n_layers", "vocab_size")
@@ -42,17 +42,17 @@ OPENED = (
     "engine", "device", "dtype", "n_ctx", "max_width", "rewind", "rewind_reason", "trees", "same_bits_up_to",
     "certificate",
 )  # fmt: skip
-"""Facts of a sheet: fields of a description, and capabilities of an open model."""
+"""Facts in a sheet: fields of a description (STATED), capabilities of an open model (OPENED)."""
 
 
 def opens(name: str | Path) -> bool:
-    """Return whether a name has weights for `specnb.load`; else it is a tokenizer, or facts."""
+    """Return whether `specnb.load` can open a name; otherwise it is a tokenizer or only facts."""
     text = str(name).partition("?")[0].lower()
     return not text.endswith(".json") and text not in shelf_names()
 
 
 def weights(name: str) -> int:
-    """Return the bytes of a model's weights; their number, where facts are all there is."""
+    """Return the bytes of a model's weights, their number if only facts are known, 0 if unknown."""
     fact = shelf_facts().get(name.lower())
     return int(fact["parameters"]) if fact else weights_bytes(parse(name))
 
@@ -60,8 +60,8 @@ def weights(name: str) -> int:
 def active_share(name: str) -> float:
     """Return the share of a model's weights that a step reads: below 1 for a mixture of experts.
 
-    Facts state it. The header of a GGUF states how many experts a token uses, and how large the
-    experts are; for other models the share is 1.
+    It comes from facts, or from the number and size of the experts in a GGUF header. For other
+    models it is 1.
     """
     if not opens(name):
         fact = shelf_facts().get(name.lower(), {"parameters": 1})
@@ -83,8 +83,7 @@ def active_share(name: str) -> float:
 def sheet(name: str) -> dict[str, Any]:
     """Return the facts of a model: what it is, how it opens and rolls back here, and its drafts.
 
-    Opens the model where there are weights. Raises as `describe`; a model that does not open says
-    why in `opens`.
+    Opens the model if it has weights; if that fails, `opens` has the reason. Raises as `describe`.
     """
     described = describe(name)
     base = name.partition("?")[0].lower()
@@ -93,10 +92,10 @@ def sheet(name: str) -> dict[str, Any]:
     facts = {"model": name, **{key: getattr(described, key) for key in STATED}, "licence": licence}
     facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
     if not opens(name):
-        return facts | {"opens": "no: it is a tokenizer, or facts, without weights"}
+        return facts | {"opens": "no: it is a tokenizer, or facts without weights"}
     spec = parse(name)
     crops = described.state is State.ATTENTION
-    # of copies of a model one; and a list of drafts is no reason to fetch gigabytes
+    # one copy of each model, and none that would have to be fetched
     drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
     cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
     facts |= {
@@ -117,9 +116,10 @@ def sheet(name: str) -> dict[str, Any]:
 
 
 def names_in(places: Iterable[str]) -> list[str]:
-    """Return the names to open: for a folder, the GGUF files below it (of a split one the first part).
+    """Return the names to open; a folder of GGUF files is replaced by its files.
 
-    Raises InputError for a folder without any.
+    Of a split file, only the first part is listed. Raises InputError for a folder with neither GGUF
+    files nor a config.json.
     """
     names = []
     for place in places:
@@ -129,14 +129,14 @@ def names_in(places: Iterable[str]) -> list[str]:
         elif ggufs := sorted(folder.rglob("*.gguf")):
             names += [str(file) for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem]
         else:
-            raise InputError(f"{folder} holds no .gguf file and no config.json: give a folder of models, or names")
+            raise InputError(f"{folder} contains no .gguf file and no config.json: give a folder of models, or names")
     return list(dict.fromkeys(names))
 
 
 class Candidate(NamedTuple):
-    """A model that may be a target or a draft. `fault` says what is wrong with a damaged file.
+    """A model that may be a target or a draft; `fault`: what is wrong with a damaged file.
 
-    `size` are the bytes of its weights, and `share` the part of them that a step reads.
+    `size` is that of its weights in bytes, and `share` the fraction of them that a step reads.
     """
 
     name: str
@@ -147,22 +147,21 @@ class Candidate(NamedTuple):
 
     @property
     def active(self) -> float:
-        """Bytes of the weights that a step reads."""
+        """Weight bytes that a step reads."""
         return self.size * self.share
 
     def can_draft_for(self, target: "Candidate") -> bool:
-        """Return whether the model is smaller than `target`, and neither of them is damaged."""
+        """Return whether the model is smaller than `target`, and neither file is damaged."""
         return 0 < self.size < target.size and not (self.fault or target.fault)
 
 
 def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     """Return every model of the zoo, the checkout, the shelf's facts and `places`, with its roles.
 
-    A target has a listed draft with the same ids, and a draft such a target, so that the pair can
-    win: with nothing translated the best case is K = 1, which is 1 + QUALITY tokens for 1 + c
-    steps. Facts, whose size is a number of weights, pair with facts. Reads no weights, and fetches
-    nothing that `places` do not name: where the pieces are not at hand `roles` is None. For a
-    damaged file it is "no" and the reason.
+    A "target" has a "draft" in the list that has the same ids and can pay. Without translation, if
+    any K can pay, K = 1 can: it commits 1 + QUALITY tokens for 1 + c plain steps. Facts, whose size
+    is a number of weights, only pair with facts. Reads no weights, and fetches only what `places`
+    name. `roles` is None if the pieces are not available, and "no: …" for a damaged file.
     """
     rows = files.status() + [
         files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
@@ -190,11 +189,11 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
 
 
 def pairs(names: Sequence[str]) -> pd.DataFrame:
-    """Return every pair whose smaller model can draft for the larger one, the best case first.
+    """Return every pair whose smaller model can draft for the larger one, best first per target.
 
-    The columns are COLUMNS. `best_case` is the bound on the speed-up at its best `k`, None where
-    the vocabularies tell nothing. A damaged file is a row without a draft. Raises InputError for
-    fewer than two models, and for what cannot be described.
+    The columns are COLUMNS. `best_case` is the bound on the speedup at its best `k`, or None if a
+    vocabulary is not available. A damaged file is a row without a draft. Raises InputError for
+    fewer than two models, and for a name that cannot be found.
     """
     if len(names) < 2:
         raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
@@ -220,7 +219,7 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
 
 
 def _candidate(name: str, read: Callable[[str], Description]) -> Candidate:
-    """Return what `read` says of a model, its size, and what is wrong with a damaged one."""
+    """Return a model as described by `read`, with its size, or with the fault of its file."""
     shipped = files.find_entry(name)[0].name if files.is_zoo_name(name) else name
     size = weights(name)
     try:
@@ -231,7 +230,7 @@ def _candidate(name: str, read: Callable[[str], Description]) -> Candidate:
 
 
 def _distinct(models: Iterable[Candidate]) -> list[Candidate]:
-    """Share one description among models with the same pieces: vocabularies are compared once."""
+    """Share one description among models with the same pieces, so these are compared once."""
     first = {}
     distinct = []
     for model in models:

@@ -22,7 +22,7 @@ Result = tuple[str, str] | tuple[str, str, str]
 """The outcome of a check: verdict (a key of RANK), evidence, and possibly a remedy."""
 
 RANK = {"fail": 0, "ok": 1, "skipped": 2}
-"""Verdicts, worst first."""
+"""Sort order of the verdicts."""
 PROMPT = 8
 """Length of the prompt for the drafter's checks."""
 
@@ -33,9 +33,9 @@ ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 def preflight(
     draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *, k: int = 4
 ) -> list[Finding]:
-    """Run all checks that the arguments allow, and return the results, worst first.
+    """Run all checks that the arguments allow, and return the results, failures first.
 
-    Takes seconds. The models' states are empty afterwards.
+    Takes seconds. The states of the models are empty afterwards.
 
     >>> from specnb.lm import toy
     >>> [check.verdict for check in preflight(toy.cyclic(20), toy.cyclic(20))]
@@ -59,7 +59,7 @@ def preflight(
 def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> Finding:
     """Run a check on its subjects; skip it if one is None, and name what is `needed`.
 
-    An error in the check is a failed check, so that the others still run.
+    A check that raises an error fails, so that the others still run.
     """
     if None in subjects:
         return Finding(name, "skipped", f"not given: {needed}")
@@ -71,11 +71,11 @@ def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: An
     return Finding(name, verdict, *words, issues=issues)
 
 
-# --- drafting: the caller's tokens, the drafter's own drafts, exact rollback ------------------------------------------
+# --- drafting: no side effects, recurrence, exact rollback ------------------------------------------------------------
 
 
 class ListeningModel:
-    """Wraps a model, and records the tokens in its state and the prefixes of which it computed logits."""
+    """Wraps a model; records the tokens in its state and the prefixes it computed logits for."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
@@ -105,7 +105,7 @@ GREEDY = Chooser(Sampling(0.0))
 
 
 def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Check that drafting leaves the caller's tokens unchanged, and drafts the same tokens twice."""
+    """Check that drafting leaves the caller's tokens unchanged and is repeatable."""
     proposed = []
     for _ in range(2):
         given = list(tokens)
@@ -117,18 +117,18 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
             remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
             return "fail", f"{seen}, {given[:8]}… instead of {list(tokens)[:8]}…", remedy
     if proposed[0] != proposed[1]:
-        seen = f"the second generation drafts other tokens from the same text: {proposed[0]}, then {proposed[1]}"
+        seen = f"the second generation drafts different tokens from the same text: {proposed[0]}, then {proposed[1]}"
         return "fail", seen, "reset all state in start()"
     return "ok", f"{len(tokens)} tokens unchanged, and the same drafts twice"
 
 
 def recurrence(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
-    """Check that draft step j sees prefix + d1 … d(j-1), also after rounds that accepted 0, 1 and all drafts."""
+    """Check that draft step j sees prefix + d1 … d(j-1), also after 0, 1 and all are accepted."""
     model = drafter.model
     if model is None:
         return "skipped", "the drafter has no model of its own"
     if model.vocab is not drafter.vocab:
-        return "skipped", "the draft model has another vocabulary than the drafter"
+        return "skipped", "the draft model's vocabulary differs from the drafter's"
     drafter.model = ListeningModel(model)
     try:
         return _check_rounds(drafter, drafter.model, [*tokens], k)
@@ -164,13 +164,13 @@ def _check_rounds(drafter: Drafter, recorder: ListeningModel, text: list[int], k
 
 
 def cache_after_rejection(model: LanguageModel) -> Result:
-    """Check that rejected drafts leave no trace in the state after a rollback. Empties the state."""
+    """Check that a rollback removes rejected draft tokens from the state. Empties the state."""
     model.reset()
     try:
         exact = probe_rewind(model)
     except RewindError as error:
         return "skipped", f"{model.name} cannot roll back: {error!s:.200}"
     if exact:
-        return "ok", "after a block with no or some accepted drafts, the next logits are those of a fresh prefill"
-    seen = "after rejected drafts, the next logits differ from those of the text without these drafts"
-    return "fail", seen, "remove rejected drafts, exactly as many, from the state of every layer"
+        return "ok", "after a rollback of all or some draft tokens, the next logits are those of a fresh prefill"
+    seen = "after a rollback, the next logits differ from those of the text without the rejected tokens"
+    return "fail", seen, "remove exactly the rejected tokens from the state of every layer"

@@ -1,10 +1,10 @@
 """Describe a model or a tokenizer by name, without opening the model.
 
-smollm2-135m  smollm2-135m:q8_0     zoo (fetched where it is not there yet)
+smollm2-135m  smollm2-135m:q8_0     zoo (fetched if missing)
 qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or published facts of a model
-model.gguf  hf:ORG/NAME:Q4_K_M      its header
-./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and the other small files: no weights, no code run
-tiny-hybrid                         the same, of a model that comes with the checkout
+model.gguf  hf:ORG/NAME:Q4_K_M      header of the file
+./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and other small files; runs no code
+tiny-hybrid                         the same, for a model included in the checkout
 tokenizer.json                      a tokenizer alone
 """
 
@@ -47,14 +47,14 @@ META_KEY = b"specnb.vocab"
 def describe(name: str | Path, *, fetch: bool = True) -> Description:
     """Return the description of the model or tokenizer `name`.
 
-    Options after "?" are ignored, except the `revision` of a model on the hub. Without `fetch` models
-    of the zoo are described by the shelf alone. Raises InputError for an unknown or damaged source,
-    and FetchError if it cannot be fetched.
+    Options after "?" are ignored, except the `revision` of a model on the hub. Without `fetch`,
+    models of the zoo are described from the shelf alone. Raises InputError for an unknown or
+    damaged source, and FetchError if it cannot be fetched.
     """
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
     read_file = {".gguf": read_gguf, ".json": read_folder}.get(Path(text.lower()).suffix)
-    if files.is_zoo_name(text):  # no copy of another type is made for its header's sake: the shipped one says the same
+    if files.is_zoo_name(text):  # no copy is created for its header: it would state the same
         entry, _ = files.find_entry(text)
         described = read_gguf(files.zoo_file(entry.name)) if fetch else read_shelf(entry.vocabulary)
     elif HUB_GGUF.fullmatch(text):
@@ -70,7 +70,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
     else:
         names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
         kinds = f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
-        raise InputError(f"{str(name)!r} describes no tokenizer: {did_you_mean(text, names)}give {kinds}")
+        raise InputError(f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}give {kinds}")
     return replace(described, name=str(name))
 
 
@@ -78,29 +78,29 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
 
 
 def shelf_folder() -> Path:
-    """Return the folder of vocabularies and facts; `data/vocab/build.py` writes the vocabularies."""
+    """Return the folder of vocabularies (written by `data/vocab/build.py`) and facts."""
     return project_dir() / "data" / "vocab"
 
 
 @cache
 def shelf_facts() -> dict[str, dict[str, Any]]:
-    """Return the models of facts.toml, which explains its keys at the top."""
+    """Return the models of facts.toml, whose header explains the keys."""
     return read_toml(shelf_folder() / "facts.toml")
 
 
 @cache
 def shelf_names() -> tuple[str, ...]:
-    """Return the names that `read_shelf` accepts: vocabularies first, then the models of facts.toml."""
+    """Return the names that `read_shelf` accepts: vocabularies, then models of facts.toml."""
     return *sorted(path.stem for path in shelf_folder().glob("*.parquet")), *shelf_facts()
 
 
 def read_shelf(name: str) -> Description:
-    """Return the description of a vocabulary ("qwen2.5") or of a model of facts.toml ("qwen3-0.6b").
+    """Return the description of a vocabulary ("qwen2.5") or a model in facts.toml ("qwen3-0.6b").
 
     The `source` of a vocabulary is its file. That of a model starts with "facts:", then names the
-    documents and the defaults that are llama.cpp's; `from_memory` names facts that no document shows.
-    A model has the pieces of its tokenizer family, padded to its row of logits. `hub` is where a
-    tokenizer that cannot be shipped is available.
+    documents and the fields with llama.cpp's defaults; `from_memory` names facts that no document
+    shows. A model has the pieces of its tokenizer family, padded to its row of logits. `hub` is
+    where a tokenizer that cannot be shipped is available.
     """
     if (name := name.lower()) not in shelf_facts():
         return read_list(shelf_folder() / f"{name}.parquet")
@@ -132,8 +132,8 @@ def read_shelf(name: str) -> Description:
 def read_list(path: Path) -> Description:
     """Return the description in the parquet file at `path`.
 
-    It has a row per id: `piece` (bytes; empty for padding), `special` (control token), `added` (added to
-    the trained vocabulary). Other facts are in its metadata, as JSON.
+    It has one row per id: `piece` (bytes; empty for padding), `special` (control token), `added`
+    (added to the trained vocabulary). Other facts are in its metadata, as JSON.
     """
     from pyarrow import parquet
 
@@ -156,10 +156,11 @@ def read_list(path: Path) -> Description:
 
 
 def read_hub(name: str, revision: str) -> Description:
-    """Return what the small files of `hf:ORG/NAME` state; they are fetched once, into the hub's cache.
+    """Return what the small files of `hf:ORG/NAME` state.
 
-    Files in that cache are used as they are. `revision` is a branch, a tag or a commit. Raises
-    FetchError if the files cannot be fetched, and otherwise as `read_folder`.
+    They are fetched once, into the hub's cache, and then used from there. `revision` is a branch, a
+    tag or a commit. Raises FetchError if the files cannot be fetched, and otherwise as
+    `read_folder`.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import validate_repo_id
@@ -177,8 +178,8 @@ def read_hub(name: str, revision: str) -> Description:
 def read_folder(path: Path) -> Description:
     """Return what the small files of a folder, or a tokenizer.json alone, state.
 
-    Without config.json `vocab_size` is the tokenizer's; without tokenizer.json `vocab` is None. Raises
-    InputError with file, key, value and remedy.
+    Without config.json, `vocab_size` is the tokenizer's; without tokenizer.json, `vocab` is None.
+    Raises InputError with file, key, value and remedy.
     """
     if not path.is_dir():
         return _with_tokenizer(Description(str(path), str(path)), path, {})
@@ -238,7 +239,7 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         start = [*is_added, 0].index(0)
         before = whole.ids[:start]
         after = whole.ids[start + is_added.count(0) :]
-        # if no file names BOS or EOS, they are what the tokenizer puts around a text
+        # if no file names BOS or EOS, they are the tokens that the tokenizer adds around a text
         ids = []
         for key, around in (("bos", before), ("eos", after), ("pad", ())):
             value = stated.get(f"{key}_token")

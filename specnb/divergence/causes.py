@@ -1,8 +1,8 @@
-"""Rank the cause classes of a divergence by one table of rules.
+"""Rank the cause classes of a divergence with a table of rules.
 
-A rule that applies gives a sentence and a weight, a log-likelihood ratio by judgment: 1 is a hint,
-3 is strong, 5 is nearly proof. Priors are the frequencies of some 30 upstream cases, a convenience
-sample. The ranking lists all rules that applied, so that nobody has to trust the sum.
+A rule that applies contributes a sentence and a weight, a log-likelihood ratio set by judgment: 1
+is a hint, 3 is strong, 5 is nearly proof. Priors are the frequencies in about 30 upstream cases, a
+convenience sample. The ranking lists all rules that applied, so nobody has to trust the sum.
 """
 
 import math
@@ -21,9 +21,9 @@ from specnb.divergence.trace import OWN, UNKNOWN, canonical
 from specnb.io import read_toml
 
 FED = ("input_ids", "inputs_embeds", "position_ids", "cache_position", "attention_mask")
-"""Arguments of a model, as transformers names them."""
+"""Names of input arguments of a Transformers model."""
 Evidence = dict[str, Any]
-"""Facts, which hold if their value is true, and values for the rules' sentences."""
+"""Facts, which hold if their value is truthy, and values for the sentences of rules."""
 
 
 # --- the evidence, one function per group ---------------------------------------------------------
@@ -32,8 +32,8 @@ Evidence = dict[str, Any]
 def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -> Evidence:
     """Return the evidence about the first divergence.
 
-    At least one of the set-ups, in the order in which they ran, must be wrong. `repeats`: runs
-    without hooks gave the same bits again.
+    `outcomes` are in run order; at least one must be wrong. `repeats`: repeated runs without hooks
+    were bit-identical.
     """
     bad = next(outcome for outcome in outcomes.values() if not outcome.clean)
     kinds = {kind for kind, parts in find(lab.draft).items() if bad.first.module in dict(parts)}
@@ -46,7 +46,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
 
 
 def _setup_evidence(outcomes: Mapping[str, Outcome], repeats: bool) -> Evidence:
-    """Which set-ups are right, and what their contrasts show."""
+    """Return which set-ups are right, and what contrasts between them show."""
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
     right_alone = all(outcome.clean for outcome in alone)
     return {
@@ -60,7 +60,7 @@ def _setup_evidence(outcomes: Mapping[str, Outcome], repeats: bool) -> Evidence:
 
 
 def _decoys_differ(outcomes: Mapping[str, Outcome]) -> bool:
-    """Tell whether two decoys cause different errors."""
+    """Return whether two decoys cause different errors."""
     if not {"S2", "S5"} <= outcomes.keys():
         return False
     a, b = (outcomes[setup].wrong["error"].to_numpy() for setup in ("S2", "S5"))
@@ -68,7 +68,7 @@ def _decoys_differ(outcomes: Mapping[str, Outcome]) -> bool:
 
 
 def _module_evidence(bad: Outcome, kinds: set[str]) -> Evidence:
-    """What kind of module comes first, and whether its input or its output is wrong."""
+    """Return the kind of the first wrong module, and whether its input or its output is wrong."""
     first = bad.first
     fed = (first.module, first.role) == ("", "in") and first.name in FED
     handed = first.role == "in" and first.at and "position" in first.name
@@ -87,10 +87,10 @@ def _module_evidence(bad: Outcome, kinds: set[str]) -> Evidence:
 
 
 def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
-    """Which tokens of the first wrong tensor are wrong, and whether by one factor.
+    """Return which tokens of the first wrong tensor are wrong, and whether by one factor.
 
-    `turning`: the module is a rotary embedding. Its angles are POSITION's, and longer cosines and
-    sines are no scale of weights.
+    `turning`: the module is a rotary embedding. Wrong angles belong to POSITION, and scaled cosines
+    and sines are not a sign of scaled weights.
     """
     first = bad.first
     _, rows = next(iter(bad.wrong.groupby(TENSOR, sort=False)))
@@ -109,11 +109,11 @@ def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
 
 
 def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
-    """Whose parameters the operations of the first wrong module read."""
+    """Return whose parameters the operations of the first wrong module read."""
     module = bad.first.module
     reads, parameters = _reads(bad, lab.loaded, module), _parameters(lab, bad, module)
     intended = reads["native"] | reads["copies"]
-    # A rotary embedding reads one of its buffers; the other is what it was made from.
+    # A rotary embedding reads one of its two buffers; the other has the original frequencies.
     complete = intended and (parameters <= intended or turning)
     astray = reads["changed"] or reads["foreign"] or reads["strange"]
     of_others = reads["copies"] or reads["foreign"] or reads["strange"]
@@ -123,7 +123,7 @@ def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
         "strange read": reads["strange"],
         "wrong read": astray,
         "right read": complete and not astray,
-        # A kernel that torch does not see read the parameters.
+        # The parameters were read by a kernel that torch does not see.
         "read unseen": parameters and not (parameters & reads["native"] or of_others),
         "parameters": parameters or any(reads.values()),
         "foreign_reads": _listed(reads["foreign"]),
@@ -133,14 +133,14 @@ def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
 
 
 def _cache_evidence(lab: Lab, bad: Outcome) -> Evidence:
-    """Whether the cache of the first wrong attention held the keys and values of a sound run."""
+    """Return whether the first wrong attention had the keys and values of a sound run cached."""
     off = _cache_errors(lab, bad)
     exact = rounding([bad.trace.facts["dtype"]])
-    # Rows that are neither equal nor far off tell nothing.
+    # Errors between rounding and LARGE are undecided.
     same = {kind: error <= exact for kind, error in off.items() if error <= exact or error > LARGE}
     nearly = {kind: error for kind, error in off.items() if kind not in same}
     values = same.get("values")
-    # A few channels of keys are large: a coarse type may put keys further off than values.
+    # A few key channels are large, so low precision may put keys further off than values.
     coarse = "keys" in same and "values" in nearly
     return {
         "slots right": same and all(same.values()),
@@ -164,7 +164,7 @@ def _listed(names: set[str]) -> str:
 def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
     """Return the paths of the parameters of a module and of uncompared modules inside it.
 
-    The model itself contains all modules; only those that ran count.
+    The model itself ("") contains all modules; only those that ran count.
     """
     names = canonical(path for path, _ in lab.reference.named_modules())
     holders = {path: names[path.rpartition(".")[0]] for path in lab.loaded}
@@ -176,10 +176,10 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
 def _reads(bad: Outcome, loaded: Mapping[str, str], module: str) -> dict[str, set[str]]:
     """Return the parameters that operations of a module read, by owner; `loaded`: digests by path.
 
-    "native": the draft's, by any path (a tied head is read as the embedding); "changed": those of
-    them whose content differs from the pristine copy's; "foreign": other models', as owner:path. Of
-    parameters that belong to none of the models, "copies" names the draft's parameters with the
-    same content, and "strange" has the others.
+    "native": the draft's, under all paths with the same content (a tied head is read as the
+    embedding). "changed": native ones whose content differs from the pristine copy. "foreign":
+    other models', as owner:path. Of parameters of no known model, "copies" names the draft's
+    with the same content, and "strange" has the rest.
     """
     params, reads = bad.trace.params, defaultdict(set)
     for read in params[params["module"] == module].itertuples():
@@ -201,8 +201,8 @@ def _reads(bad: Outcome, loaded: Mapping[str, str], module: str) -> dict[str, se
 def _cache_errors(lab: Lab, bad: Outcome) -> dict[str, float]:
     """Return the largest relative error of cached keys and values in the first wrong feed.
 
-    It is inf if the numbers of rows differ. Only what both caches contain is compared; keys are
-    left out if all positions are offset.
+    It is inf if the numbers of rows differ. Only what both caches contain is compared. Keys are
+    skipped if all positions are offset.
     """
     errors = {}
     for kind in ("values",) if bad.offset else ("keys", "values"):
@@ -257,11 +257,11 @@ def rank(evidence: Evidence) -> list[Cause]:
 
 
 def _holds(fact: str, evidence: Evidence) -> bool:
-    """Tell whether a fact holds, or does not hold if it begins with "not "."""
+    """Return whether a fact holds; a fact with the prefix "not " must not hold."""
     return bool(evidence.get(fact.removeprefix("not "))) != fact.startswith("not ")
 
 
 def read_rules() -> pd.DataFrame:
-    """Return the rules: cause, weight and sentence; in braces are values that `gather` returns."""
+    """Return the rules: cause, weight and sentence. Values in braces come from `gather`."""
     rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
     return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

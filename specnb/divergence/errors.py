@@ -1,9 +1,9 @@
-"""The table of errors: which module is wrong by itself, and where first. No torch.
+"""The table of errors: which modules are wrong by themselves, and which one first. No torch.
 
-`setups` fills it, one row per tensor and token. It replays a pristine copy on the inputs of the
-run, so that no error travels, and an error above its floor is `wrong`. `offline` compares two
-traces and names the same nodes. The measures of difference are here, too, and the thresholds: what
-sound runs show, or rounding to the dtype.
+`setups` fills the table, one row per tensor and token. It replays a pristine copy on the inputs of
+the run, so errors do not propagate; an error far above its floor is `wrong`. `offline` compares two
+traces and reports the same nodes. The error measures and the thresholds are here, too: the errors
+of sound runs, or rounding to the dtype.
 """
 
 import math
@@ -14,31 +14,31 @@ import numpy as np
 import pandas as pd
 
 TIMES_FLOOR = 3.0
-"""An error is wrong above this multiple of the largest error between sound runs."""
+"""An error above this multiple of its floor, the largest error of sound runs, is wrong."""
 ROUNDING = {"float64": 1e-15, "float32": 1e-6, "float16": 2**-11, "bfloat16": 2**-8}
-"""Relative L2 error that another order of summation may cause, even if no sound run showed it."""
+"""Relative L2 error that another summation order may cause, even if no sound run showed it."""
 GROWN = 100.0
-"""Multiple of the floor to which errors may grow with no module wrong by itself."""
+"""Multiple of the floor up to which errors may grow without any module being wrong by itself."""
 LARGE = 0.1
-"""Relative error from which nothing is attributed to growth, whatever the floor."""
+"""Errors of this relative size or larger are never attributed to growth, whatever the floor."""
 CARRIES = 4.0
 """Factor by which a sound module may amplify a relative error (softmax, cancellation)."""
 ONE_FACTOR, ONE_FACTOR_OF_RUNS = 0.2, 0.3
-"""Largest deviation from one factor (`one_factor`), relative to its distance from 1 and 0.
+"""Largest deviation from one factor (`one_factor`), relative to its distance from 1 and from 0.
 
-The first is for a replay, where no error travels; the second for two runs, which include earlier
-errors.
+The first applies to a replay, where errors do not propagate; the second applies to two runs, which
+include earlier errors.
 """
 UNRELATED, UNRELATED_GAIN = 0.9, 0.35
-"""Minimum median relative error (sqrt(2) at equal size) and maximum gain of unrelated tensors."""
+"""Minimum median error (sqrt(2) for equal norms) and maximum median gain of unrelated tensors."""
 
 EXIT = {"SOUND": 0, "PRECISION_ONLY": 0, "DIVERGENT": 1, "INCONCLUSIVE": 125}
-"""Exit codes by verdict; 125 is what `git bisect run` skips."""
+"""Exit codes by verdict; `git bisect run` skips a commit with 125."""
 
 TENSOR = ["at", "call", "role", "name"]
 """The columns that identify a tensor."""
 LABELS = ["order", "module", *TENSOR, "discrete"]
-"""The columns that have one value per tensor."""
+"""The columns with one value per tensor."""
 
 
 class Node(NamedTuple):
@@ -61,14 +61,14 @@ class Node(NamedTuple):
 
 
 def name_module(node: Node) -> str:
-    """Return a readable name of a node's module."""
+    """Return a readable name for the module of a node."""
     return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
 
 
 def expand_tokens(tensors: Sequence[tuple], **more: type) -> pd.DataFrame:
     """Return one row per token, from one row per tensor.
 
-    A tensor has the values of LABELS, and arrays of positions, errors, gains and `more` columns.
+    A tensor has the values of LABELS, then arrays of positions, errors, gains and `more` columns.
     """
     types = {"position": int, "error": float, "gain": float, **more}
     table = pd.DataFrame(tensors, columns=[*LABELS, *types]).explode([*types], ignore_index=True)
@@ -81,9 +81,9 @@ def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:
 
 
 def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
-    """Add floor, ratio, feed and verdict to the errors of a replay; `feeds` is `(tokens,)`.
+    """Add the columns floor, feed, ratio and wrong to the errors of a replay.
 
-    A tensor without a floor gets the smallest one.
+    `feeds` `(tokens,)` is the last feed of each token. A tensor without a floor gets the smallest.
     """
     judged = errors.join(floor, on=TENSOR).assign(feed=feeds[errors["position"]])
     judged["floor"] = judged["floor"].fillna(floor.min())
@@ -99,7 +99,7 @@ def locate(errors: pd.DataFrame) -> pd.DataFrame:
 
 
 def nodes(wrong: pd.DataFrame) -> pd.DataFrame:
-    """Return one row per tensor, in order: the fields of Node and columns of its worst token."""
+    """Return one row per wrong tensor, in order: fields of Node, and columns of its worst token."""
     columns = ["module", *TENSOR]
     groups = wrong.groupby(columns, sort=False)
     tokens = groups["position"].agg(first_token="min", last_token="max", n_tokens="nunique")
@@ -111,9 +111,8 @@ def give_verdict(
 ) -> tuple[str, str]:
     """Return the verdict and its reason, "" if the first divergence is `located`.
 
-    Otherwise the first of the `doubts` makes it INCONCLUSIVE, the first of the `excuses` names a
-    harmless difference, `sound` says that nothing differs, and `rest` applies if all others are
-    empty. `doubts` are evaluated one by one.
+    Otherwise the first nonempty reason decides: `doubts` (INCONCLUSIVE), `excuses` for harmless
+    differences (PRECISION_ONLY), `sound` (SOUND), `rest` (PRECISION_ONLY). `doubts` are lazy.
     """
     if located:
         return "DIVERGENT", ""
@@ -121,11 +120,11 @@ def give_verdict(
     return next((name, reason) for name, reasons in steps for reason in reasons if reason)
 
 
-# --- how far apart tensors are --------------------------------------------------------------------
+# --- measures of difference -----------------------------------------------------------------------
 
 
 def rounding(dtypes: Iterable[str]) -> float:
-    """Return the rounding of the coarsest of these dtypes; float32's if none is in ROUNDING."""
+    """Return the rounding error of the least precise dtype; float32's if none is in ROUNDING."""
     return max((ROUNDING[name] for name in dtypes if name in ROUNDING), default=ROUNDING["float32"])
 
 
@@ -134,21 +133,21 @@ def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -
     middle = np.median(gain)
     rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
     off = max(np.abs(gain - middle).max(), np.median(rest))
-    # All gains are also near 0 if the output is small and unrelated to the right one.
+    # All gains are also near 0 if the output is small and unrelated to the correct one.
     return middle if off < limit * min(abs(middle - 1), middle) else None
 
 
 def flat(values: np.ndarray) -> np.ndarray:
-    """Return values `(tokens, …)` as float64 `(tokens, features)`; complex ones as two features."""
+    """Return values `(tokens, …)` as float64 `(tokens, features)`; a complex value becomes two."""
     if np.iscomplexobj(values):
         values = np.stack([np.real(values), np.imag(values)], -1)
     return values.reshape(len(values), math.prod(values.shape[1:])).astype(np.float64)
 
 
 def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return ||b - a|| / ||a|| `(tokens,)`; 0 for two zeros, inf if only one is not a number."""
+    """Return ||b - a|| / ||a|| `(tokens,)`; 0 for two zeros, inf if only `a` is 0 or one is NaN."""
     a, b = flat(a), flat(b)
-    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks hold infinities
+    same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks contain infinities
     a[same] = b[same] = 0.0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         off = np.linalg.norm(b - a, axis=1)
@@ -164,10 +163,10 @@ def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:
-    """Return how much the scores of `chosen` and `instead` `(n, k)` differ, relative to all.
+    """Return how far apart the scores of `chosen` and `instead` are `(n,)`, relative to all scores.
 
-    `scores` is `(n, experts)`. A near-tie is rounding. The result is inf if an index is no expert.
-    `ordered`: the order of the chosen experts counts.
+    `scores` is `(n, experts)`; the others are indices `(n, k)`. Rounding may decide near-ties. inf
+    if an index is no expert. `ordered`: the order of the chosen experts matters.
     """
     both = np.stack([chosen, instead]).astype(np.int64)
     places = both.clip(0, scores.shape[-1] - 1)

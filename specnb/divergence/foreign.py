@@ -1,13 +1,13 @@
-"""Is another engine's greedy text the target's own? Feed its tokens through plain decoding.
+"""Check whether another engine's greedy text is the target's own, by feeding it to the target.
 
-A token that is not the likeliest of its row is a fork; its margin is the difference of the two
-logits. The tokens are forced, so one fork does not cause others. Engines sum in different orders,
-so nearly tied tokens may change places without a fault. How close is measured without a drafter, or
-a fault would excuse itself: `other`, the same weights in the type or engine that wrote the texts,
-computes the same rows in blocks. An engine's plain text is the `control` of its text with drafts:
-forks in both are the engine's own, and if drafts make forks more frequent, that is a fault, however
-small the margins. The end of a text is not judged. (llama.cpp #25618, antirez/ds4 #756, vLLM RFC
-#54506)
+A token that is not the most likely one of its row is a fork; its margin is the difference between
+the two logits. The tokens are forced, so one fork does not cause others. Engines sum in different
+orders, so nearly tied tokens may swap without a fault. What counts as nearly tied is measured
+without a drafter, so a fault cannot excuse itself: `other`, the same weights in the dtype or engine
+that wrote the texts, computes the same rows in blocks. An engine's text without drafts is the
+`control` of its text with drafts. Forks in both are the engine's own. If drafts make forks more
+frequent, that is a fault, however small the margins. Where a text ends is not judged. (llama.cpp
+#25618, antirez/ds4 #756, vLLM RFC #54506)
 """
 
 from collections.abc import Sequence
@@ -28,9 +28,9 @@ from specnb.measure.experiment import Progress, silent
 from specnb.measure.fork import ROUNDING, force
 
 CONTEXT = 16
-"""Prompt tokens that are passed to the tokenizer as the context of an output."""
+"""Number of prompt tokens passed to the tokenizer as the context of an output."""
 WIDTH = 5
-"""Tokens per block when noise is measured."""
+"""Tokens per block for measuring noise."""
 QUANTILE = 0.999
 """Quantile of the noise over all rows; twice its value is the largest margin of a near-tie."""
 EXIT_CODES = {"identical": 0, "near ties": 0, "inconclusive": 125, "hard": 1}
@@ -38,7 +38,7 @@ EXIT_CODES = {"identical": 0, "near ties": 0, "inconclusive": 125, "hard": 1}
 
 
 class ForeignText(BaseModel):
-    """A prompt and its output, each as token ids or, less exactly, as text, which is encoded again.
+    """A prompt and its output, each as token ids or, less exactly, as text to encode.
 
     `source` names the engine and setting, `control` the source of the same engine without drafts.
     """
@@ -53,7 +53,7 @@ class ForeignText(BaseModel):
 
 
 class SourceVerdict(NamedTuple):
-    """The verdict on a source: `new` forks are not in its control; `margin` is the largest one."""
+    """The verdict on a source. `new`: number of forks not in its control. `margin`: the largest."""
 
     source: str
     verdict: str
@@ -66,7 +66,7 @@ class SourceVerdict(NamedTuple):
 
 
 class ForeignAudit(NamedTuple):
-    """One verdict per source; `limit`: largest margin of a near-tie, in logits, None if unknown."""
+    """One verdict per source; `limit`: largest margin of a near-tie, in logits, or None."""
 
     sources: list[SourceVerdict]
     limit: float | None
@@ -83,8 +83,7 @@ class ForeignAudit(NamedTuple):
 def read_texts(path: Path) -> list[ForeignText]:
     """Read a JSONL file, one `ForeignText` per line. Raises InputError.
 
-    A text without an id is named after the first line with its prompt, to match it with its
-    control.
+    A text without an id is named after the first line with its prompt, so it matches its control.
     """
     texts, first = [], {}
     for number, value in json_lines(path):
@@ -106,17 +105,17 @@ def audit_texts(
 ) -> ForeignAudit:
     """Judge the first `max_tokens` of greedy texts, source by source.
 
-    "identical": no fork. "near ties": all margins are below twice the noise, and forks are no more
-    frequent than in the control. "inconclusive": the noise is unknown, because the target's blocks
-    are bit-identical to its single steps and there is no `other`, or it exceeds rounding
-    (`measure.fork.ROUNDING`). "hard": everything else, and margins that no type's rounding
-    explains. Raises InputError for a text that does not fit the target, VocabularyMismatch.
+    "identical": no fork. "near ties": all margins are at most twice the noise, and forks are no
+    more frequent than in the control. "inconclusive": the noise is unknown, because the target's
+    blocks are bit-identical to its single steps and there is no `other`, or it exceeds rounding
+    (`measure.fork.ROUNDING`). "hard": everything else, such as margins that rounding explains in no
+    dtype. Raises InputError for a text that does not fit the target, and VocabularyMismatch.
     """
     models = [target, other or target]
     require_same(*(model.vocab for model in models), names=[model.name for model in models])
     room = min(model.caps.n_ctx for model in models) + 1  # the last token is not fed
     keys = [_encode(target, text, room, max_tokens) for text in texts]
-    # 1. Force each prompt and output once: texts are often equal.
+    # 1. Force each distinct prompt and output once: texts are often equal.
     forced = {}
     for number, (text, key) in enumerate(zip(texts, keys, strict=True)):
         progress(number, len(texts), f"{text.source} {text.id}".strip())
@@ -128,13 +127,13 @@ def audit_texts(
             forced[key] = pd.DataFrame(columns)
     if not forced:
         raise InputError("got no output token in any text, expected at least one")
-    # 2. How large is rounding?
+    # 2. How large are rounding errors?
     every = pd.concat(forced.values())
     noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
-        line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's type"
+        line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's dtype"
     limit = 2 * noise if is_rounding else None
     # 3. Judge each source.
     labeled = zip(texts, keys, strict=True)
@@ -152,7 +151,7 @@ def _encode(
     if isinstance(ids, str):
         ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass"))
         if ids is None:
-            raise InputError(f"text {text.id!r}: {target.name} cannot spell {text.output!r:.80}; give token ids")
+            raise InputError(f"text {text.id!r}: {target.name} cannot encode {text.output!r:.80}; give token ids")
     ids = ids[:max_tokens]
     if not prompt or len(prompt) + len(ids) > room or not set(prompt + ids) <= set(range(target.vocab.size)):
         got = f"{len(prompt)} + {len(ids)} ids: {prompt + ids!s:.150}"
@@ -164,7 +163,7 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
     """Judge a source's rows, one per token; `limit` as in `ForeignAudit`."""
     rows, plain = (rows[rows["source"] == name] for name in (source, control))
     forks, plain_forks = (part[part["margin"] > 0] for part in (rows, plain))
-    # 1. Which forks come with drafts, and are forks more frequent with them?
+    # 1. Which forks occur only with drafts, and are forks more frequent with drafts?
     new, frequent = None, False
     if len(plain) and len(rows):
         same = plain_forks[["id", "position", "token"]].drop_duplicates()

@@ -32,7 +32,7 @@ SCHEMA = 1
 LEAD, KNOWN = 1.0, 3.0
 """Minimum lead of the likeliest cause, and minimum of score plus lead, to name it alone.
 
-That a fault also shows alone is not enough; one strong sign without a rival is.
+That the draft is also wrong alone is not enough; one strong sign without a rival is.
 """
 EARLIEST = 8
 """Number of wrong tensors in a report, earliest first."""
@@ -42,9 +42,9 @@ EARLIEST = 8
 class Investigation:
     """The result of `investigate`: a verdict, the first divergence, causes, and the evidence.
 
-    `reason` explains a verdict other than DIVERGENT; with DIVERGENT it says if the logits do not
-    show the divergence. `repeats`: the first set-up, the first wrong one and the last give the same
-    bits when run again without hooks. `inert`: with hooks they give these bits, too.
+    `reason` explains a verdict other than DIVERGENT. For DIVERGENT it is "", or states that the
+    logits do not show the divergence. `repeats`: two runs without hooks have equal logits, in the
+    first set-up, the first wrong one and the last. `inert`: so do their runs with hooks.
     """
 
     verdict: str
@@ -104,7 +104,7 @@ class Investigation:
 
     @property
     def cause_known(self) -> bool:
-        """Tell whether the evidence is enough to name the likeliest cause alone."""
+        """Whether the evidence is enough to name the likeliest cause alone."""
         if not self.causes or self.hidden:
             return False
         best, second = (cause.score for cause in self.causes[:2])
@@ -113,13 +113,12 @@ class Investigation:
     def nodes(self) -> pd.DataFrame:
         """Return the tensors wrong by themselves in the first wrong set-up, earliest first.
 
-        Columns are those of `Node` and `call`, the index of this call of the module within the
-        step.
+        The columns are those of `Node` and `call`, the index of the module's call in its step.
         """
         return errors.nodes(self.outcome().wrong)[[*Node._fields, "call"]]
 
     def setups(self) -> pd.DataFrame:
-        """Return one row per set-up; `n_wrong` counts tensors, `foreign` parameters."""
+        """Return one row per set-up; `n_wrong` counts wrong tensors, `foreign` parameters."""
         rows = []
         for name, setup in SETUPS.items():
             row = {
@@ -139,7 +138,7 @@ class Investigation:
         return pd.DataFrame(rows).astype({"n_wrong": "Int64", "foreign": "Int64"})
 
     def ranked(self) -> pd.DataFrame:
-        """Return the causes, likeliest first, with the signs for and against each."""
+        """Return one row per cause, likeliest first, with the signs for and against it."""
         rows = []
         for cause in self.causes:
             signs = {f"{sign.says} ({sign.weight:+g})": sign.weight for sign in cause.signs}
@@ -150,7 +149,7 @@ class Investigation:
         return pd.DataFrame(rows, columns=columns)
 
     def outcome(self) -> Outcome:
-        """Return the outcome of the first wrong set-up, else of the last."""
+        """Return the outcome of the first wrong set-up, or of the last if all are clean."""
         return self.bad or [*self.outcomes.values()][-1]
 
     def document(self) -> dict[str, Any]:
@@ -186,9 +185,9 @@ def investigate(
     setups: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> Investigation:
-    """Investigate a transformers draft, next to `target` if there is one.
+    """Find where a Transformers draft diverges, alone and next to other models.
 
-    `setups` None: S0, S0w, S1, S2 and with a target S3; then S4 to S6 if the draft is wrong only
+    `setups` None: S0, S0w, S1, S2 and, with a target, S3; then S4 to S6 if the draft is wrong only
     next to a neighbor. All inputs and outputs of modules stay in memory: several MB per token for a
     model of 1 B parameters. Raises InputError for a compiled model, and for a dtype without known
     rounding.
@@ -204,7 +203,7 @@ def judge_service(
     setups: Sequence[str] | None = None,
     progress: Progress = silent,
 ) -> Investigation:
-    """Investigate with an existing lab: its reference and floors serve several services."""
+    """Investigate with an existing lab, whose reference and floors can serve several services."""
     started = time.perf_counter()
     outcomes = {}
 
@@ -216,19 +215,19 @@ def judge_service(
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
 
-    # 1. Run the set-ups; if the draft is wrong only next to a neighbor, those that tell why.
+    # 1. Run the set-ups, and more of them if the draft is wrong only next to a neighbor.
     run(setups or FIRST)
     wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
     if not setups and wrong and wrong[0].setup.beside != "nobody":
         run(ON_DEMAND)
-    # 2. Does the draft repeat, and do hooks change anything?
+    # 2. Is the draft deterministic, and do hooks change its logits?
     ran = [*outcomes.values()]
     repeats = inert = True
     for name in dict.fromkeys(item.setup.id for item in (ran[0], *wrong[:1], ran[-1])):
         bare = lab.bare(name, deploy)
         repeats &= same_logits(bare, lab.bare(name, deploy))
         inert &= same_logits(bare, outcomes[name].logits)
-    # 3. How much was compared, the verdict, and the causes.
+    # 3. Compute coverage, verdict and causes.
     covered = (Coverage.of(outcome, lab.draft) for outcome in wrong[:1] or ran)
     coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
     verdict, reason = _verdict(lab, outcomes, _doubts(lab, outcomes, coverage, repeats, inert))
@@ -287,7 +286,7 @@ def _verdict(lab: Lab, outcomes: Mapping[str, Outcome], doubts: Iterable[str]) -
 
 
 def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
-    """Yield why a draft in which nothing is wrong cannot be judged."""
+    """Yield reasons why a draft in which nothing is wrong cannot be judged."""
     for outcome in outcomes.values():
         if outcome.coarser:
             served = f"in {outcome.setup.id} the service computes in {outcome.coarser}"
@@ -298,15 +297,15 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
             yield f"the draft as loaded gives NaN, first in {place}: check its weights"
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        yield f"nothing is wrong, but {missed} could not be compared: feed one row, whole and unpadded"
+        yield f"nothing is wrong, but {missed} could not be compared: feed one complete row without padding"
     if len(lab.unsteady):
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
-        place = f"{at or 'the model itself'} differs by {floor:.2g} between sound runs of other block sizes"
+        place = f"{at or 'the model itself'} differs by {floor:.2g} between sound runs with different block sizes"
         yield f"nothing that could be judged is wrong, but {place}: use a shorter text, or float32"
     if not repeats:
-        yield "the draft differs from run to run, even without hooks: make it deterministic first"
+        yield "the draft's output differs from run to run, even without hooks: make it deterministic first"
     if not inert:
-        yield "the draft gives other logits with hooks than without: the captured run is not the real one"
+        yield "the draft's logits differ with and without hooks: the captured run is not the real one"
     foreign = _foreign(outcomes)
     if foreign and {outcome.setup.beside for outcome in outcomes.values()} <= {"nobody", "copy"}:
         yield f"nothing is wrong{foreign}, whose values are the same in every set-up that ran: run S2"
@@ -316,7 +315,7 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
 
 
 def _foreign(outcomes: Mapping[str, Outcome]) -> str:
-    """Name a parameter of another model that was read in a clean run, as the end of a sentence."""
+    """Return a clause that names a parameter of another model that was read; "" if none was."""
     read = next((row for outcome in outcomes.values() for row in outcome.foreign.itertuples()), None)
     return f"; but {read.module} read {read.owner}:{read.owner_path}" if read else ""
 
@@ -329,7 +328,7 @@ def text(investigation: Investigation) -> str:
     coverage, facts, floor = investigation.coverage, investigation.facts, investigation.lab.floor
     missed = {
         "never ran": coverage.never_called,
-        "ran and not compared": coverage.uncompared,
+        "ran but not compared": coverage.uncompared,
         "compared only as part of the containing module": coverage.with_holder,
         "not judged, because sound runs differ too much": facts["unsteady"],
         "left out (other shapes)": coverage.left_out,
@@ -342,7 +341,7 @@ def text(investigation: Investigation) -> str:
         f"compared: {coverage}",
         *(f"{name}: {', '.join(names)}" for name, names in missed.items() if names),
         f"wrong: an error above {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs "
-        f"of other shapes (relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})",
+        f"with other shapes (relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})",
         "",
         "Set-ups",
         investigation.setups().astype("string").fillna("").to_string(index=False),

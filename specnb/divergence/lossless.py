@@ -22,7 +22,7 @@ from specnb.records import Generation
 
 
 def round_robin(wanted: int | str) -> list[Prompt]:
-    """Return a number of shipped prompts, or all of a file or pack, from all categories in turn.
+    """Return a number of shipped prompts, or all of a file or pack; categories take turns.
 
     Raises InputError.
     """
@@ -61,10 +61,10 @@ def generate_logged(
     on_position: Callable[[Position], object],
     **options: Any,
 ) -> Generation:
-    """Run `decode.generate` with the rule "token"; `on_position` gets each position.
+    """Run `decode.generate` with the rule "token", and pass each position to `on_position`.
 
-    Tokens and random numbers are bit-identical. `sampling.SamplingTally().add` keeps sums instead
-    of rows.
+    Tokens and random numbers are those of `generate`. `sampling.SamplingTally().add` keeps sums
+    instead of rows.
     """
     text = list(prompt_ids(target, prompt))
 
@@ -78,7 +78,7 @@ def generate_logged(
         with replaced(chooser.draws, "uniform", note_uniform):
             acceptance = accept.RULES["token"](logits, proposal, chooser)
         n_accepted = acceptance.n_accepted
-        # In a tree no draft token is tested: each position is drawn from p, and may be one of them.
+        # In a tree, draft tokens are not tested: each token is drawn from p and may match one.
         drafts = () if proposal.tree is not None else proposal.ids[: n_accepted + 1]
         # One number per test or draw, and one for the next token; greedy rounds draw none.
         drawn = uniforms or [None] * (n_accepted + 2)

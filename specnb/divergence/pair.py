@@ -1,10 +1,10 @@
-"""The embedded small pair of the lab: gpt-oss models with random weights, made on the fly.
+"""The built-in small pair: gpt-oss models with random weights, created on the fly.
 
-Both are transformers' GptOss classes: attention with sinks, alternating sliding and full layers,
+Both are Transformers' GptOssForCausalLM: attention with sinks, alternating sliding and full layers,
 YaRN, routing to four experts. The draft has fewer layers and half the experts. Hidden and
-intermediate size are equal, as in gpt-oss 20b and 120b, so that one model's experts fit into the
-other without an error. Random weights suffice: a divergence depends on the operands of an
-operation, not on what the model knows.
+intermediate sizes are equal, as in gpt-oss 20b and 120b, so one model can run with the other's
+experts. Random weights suffice: a divergence depends on the operands of an operation, not on what
+the model has learned.
 """
 
 import copy
@@ -19,9 +19,9 @@ from specnb.io import read_toml
 from specnb.lm.hf.model import HfModel
 
 DTYPES = ("float32", "bfloat16")
-"""Types of the small models."""
+"""Dtypes of the small models."""
 SHAPES = read_toml(Path(__file__).with_suffix(".toml"))
-"""The configuration: of each role, and shared."""
+"""Configuration values of each role, and shared values."""
 
 
 class SmallPair(NamedTuple):
@@ -32,39 +32,38 @@ class SmallPair(NamedTuple):
 
 
 def pair(*, seed: int = 0, dtype: str = "float32") -> SmallPair:
-    """Return the embedded pair (7 MB in float32); seed and dtype (of DTYPES) fix its bits."""
+    """Return the small pair (7 MB in float32); `seed` and `dtype` (of DTYPES) fix its bits."""
     return SmallPair(*(make(role, seed=seed, dtype=dtype) for role in ("draft", "target")))
 
 
 def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
-    """Return one model of the pair; `role` is a name in SHAPES. Global generators are unused."""
+    """Return one model of the pair, "draft" or "target". Leaves global random generators alone."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(**copy.deepcopy(SHAPES["shared"] | SHAPES[role]))  # transformers writes into what it gets
+    config = GptOssConfig(**copy.deepcopy(SHAPES["shared"] | SHAPES[role]))  # transformers modifies its arguments
     with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
         model = GptOssForCausalLM(config).eval()
-    # The roles draw from different streams: no weight of the target may be one of the draft's.
+    # Each role has its own random stream, so that the two models share no weights.
     draw = torch.Generator().manual_seed(2 * seed + list(SHAPES).index(role))
     for name, parameter in model.named_parameters():
         value = _values(name, torch.randn(parameter.shape, generator=draw))
-        # As in loading: norms stay float32, and so do RoPE frequencies, which `Module.to` would
-        # round.
+        # As in loading, norms and RoPE frequencies stay float32; `Module.to` would round them.
         parameter.data = value if "norm" in name else value.to(getattr(torch, dtype))
     return model
 
 
 def copy_of(model: Module) -> Module:
-    """Return a separate copy of `model`. Nothing is shared but the configuration's values."""
+    """Return a deep copy of `model` in evaluation mode."""
     return copy.deepcopy(model).eval()
 
 
 def open_net(model: Module, name: str) -> HfModel:
-    """Return a model that decodes with transformers' own modules, in which faults are planted."""
+    """Wrap `model` to decode with Transformers' own modules, in which faults can be planted."""
     return HfModel(model, None, name=name, decoder="transformers")
 
 
 def decoy_twin(model: Module, *, seed: int = 1) -> Module:
-    """Return a model of the same configuration with the values of each parameter permuted."""
+    """Return a copy of `model` with the values of each parameter permuted."""
     twin = copy_of(model)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -75,7 +74,7 @@ def decoy_twin(model: Module, *, seed: int = 1) -> Module:
 
 
 def _values(name: str, noise: Tensor) -> Tensor:
-    """Return weights that are large enough for logits to depend on the whole past."""
+    """Return weights large enough for the logits to depend on the whole context."""
     if "norm" in name:
         return 1 + 0.1 * noise
     if "embed_tokens" in name or name.endswith("sinks"):

@@ -15,7 +15,7 @@ KINDS = {
     "router": "router (a module with `top_k` next to a bank of experts)",
     "attention": "attention (a module with `layer_idx` and linear layers)",
     "rotary": "rotary embedding (a module with `inv_freq`)",
-    "head": "output head (what `get_output_embeddings` gives)",
+    "head": "output head (what `get_output_embeddings` returns)",
 }
 """Kinds of parts, and how they are recognized."""
 
@@ -28,7 +28,7 @@ def find_modules(model: Module) -> list[Named]:
 
 
 def find(model: Module) -> dict[str, list[Named]]:
-    """Return the parts of a transformers-like model by KINDS, in the order of registration."""
+    """Return the parts of a Transformers-style model by kind, each in order of registration."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     tests = {
         "bank": _is_bank,
@@ -45,7 +45,7 @@ def find(model: Module) -> dict[str, list[Named]]:
 
 
 def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
-    """Return a part of one of KINDS, "" for the model itself; `layer` None: the first.
+    """Return the part of this kind in `layer`, by default the first; the model itself for "".
 
     Raises InputError if the model has no such part.
     """
@@ -60,7 +60,7 @@ def part_of(model: Module, kind: str, layer: int | None = None) -> Named:
 
 
 def layer_number(path: str) -> int | None:
-    """Return the number of a module's layer, the first in its path; None outside the layers."""
+    """Return the layer index of a module, the first number in its path; None outside layers."""
     return next((int(part) for part in path.split(".") if part.isdecimal()), None)
 
 

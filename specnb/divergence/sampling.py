@@ -1,4 +1,4 @@
-"""Audit sampled output: do draft tokens and committed tokens follow the logged rows? numpy only.
+"""Audit sampled output: do draft and committed tokens follow the logged rows? NumPy only.
 
 A draft token x is drawn from q and accepted with probability min(1, p(x)/q(x)). After a rejection,
 the token is drawn from norm(max(p - q, 0)) (Leviathan et al. 2211.17192). Given the prefix, a draft
@@ -8,10 +8,10 @@ over the log test this:
 z_acc    accepted draft tokens, minus 1 - TV(p, q) for each draft token
 z_surp   surprise -log p(y) of the committed tokens, minus its mean under p for each token
 
-Given the prefix, each term has mean 0 and a variance that is known from p and q. Freedman's
-inequality (1975) bounds the chance that such a sum S, of variance V and with terms of at most M, is
-as large as observed: exp(-z^2 / 2) on each side, with z = S / sqrt(V + M |S| / 3). It needs neither
-a normal approximation nor independent positions.
+Given the prefix, each term has mean 0 and a variance that follows from p and q. Freedman's
+inequality (1975) bounds the probability that such a sum S, with variance V and terms of at most M,
+is as large as observed: exp(-z^2 / 2) on each side, with z = S / sqrt(V + M |S| / 3). It needs
+neither a normal approximation nor independent positions.
 
 If the random numbers are logged, every decision is also replayed exactly (`flaws`). At greedy
 positions nothing varies, and the exact checks are the whole audit.
@@ -28,19 +28,19 @@ from specnb.errors import InputError
 EXIT_CODES = {"sound": 0, "wrong": 1, "inconclusive": 125}
 
 ALPHA = 1e-3
-"""Largest chance of calling a sound sampler wrong, over both sums."""
+"""Largest probability of calling a sound sampler wrong, over both sums."""
 EFFECT = 0.1
-"""Share of positions at which a fault changes the outcome, and which must be detectable."""
+"""Size of the smallest fault to detect: the share of positions whose outcome it changes."""
 POWER = 1.2816
-"""Quantile of the normal distribution at 90 %: the chance of detecting a fault of that size."""
+"""Normal quantile of 90 %, the probability of detecting a fault of that size."""
 CLIP = 5.0
-"""Largest surprise that counts, in nats: a single very rare token proves nothing."""
+"""Largest surprise, in nats (clipped): a single very rare token proves nothing."""
 LARGEST = {"z_acc": 1.0, "z_surp": CLIP}
 """Largest term of each sum: M."""
 LIMIT = math.sqrt(2 * math.log(2 * len(LARGEST) / ALPHA))
 """|z| beyond which a sum is not due to chance."""
 CONSTANT = 1e-9
-"""Values that differ by at most this do not vary: only their rounding would be summed."""
+"""Values that deviate by at most this are constant; the rest is rounding."""
 ROUNDING = 1e-6
 """Relative error of rows that were computed in float32."""
 SUM_ROUNDING = 1e-3
@@ -88,7 +88,7 @@ class Position(NamedTuple):
 
 
 class Flaw(NamedTuple):
-    """A failed exact check: how often it failed, the first such position in the log, a sentence."""
+    """A failed exact check: how often, the first such position in the log, and a description."""
 
     count: int
     position: int
@@ -98,8 +98,8 @@ class Flaw(NamedTuple):
 class Statistic(NamedTuple):
     """One of the two sums.
 
-    `z` and the two-sided `p_value` are None if nothing varied. `far`: |z| is beyond LIMIT, and
-    `meaning` says what that tells.
+    `z` and the two-sided `p_value` are None if nothing varied. `far`: |z| is beyond LIMIT;
+    `meaning` explains it.
     """
 
     name: str
@@ -112,9 +112,9 @@ class Statistic(NamedTuple):
 class Audit(NamedTuple):
     """The verdict on a log: sound, wrong (`causes`) or inconclusive (`more` positions are needed).
 
-    Of n positions, `replayed` are those whose decision was repeated with its random number, and
+    Of n positions, `replayed` counts those whose decision was repeated with its random number, and
     `exact` those whose token was checked without statistics. `repeated` positions had the prefix of
-    an earlier one and are not counted.
+    an earlier one and are not part of n.
     """
 
     verdict: str
@@ -156,11 +156,11 @@ class Audit(NamedTuple):
 
 
 class SamplingTally:
-    """Adds up positions one by one, without keeping their rows."""
+    """Accumulates positions one by one, without keeping their rows."""
 
     def __init__(self) -> None:
         self.n = self.repeated = self.replayed = self.exact = 0
-        # Of each sum: the deviations and their variances.
+        # Per statistic: the sum of the deviations and the sum of their variances.
         self._sums = {name: np.zeros(2) for name in STATISTICS}
         self._flaws: dict[str, Flaw] = {}
         self._visited = set()
@@ -189,9 +189,8 @@ class SamplingTally:
     def audit(self, *, effect: float = EFFECT) -> Audit:
         """Return the verdict.
 
-        `effect`, between 0 and 1, is the share of positions at which a fault changes the outcome,
-        and which must be detectable before the verdict is "sound". Raises InputError for another
-        value.
+        `effect`, between 0 and 1: a fault that changes the outcome at this share of positions must
+        be detectable before the verdict is "sound". Raises InputError for another value.
         """
         if not 0 < effect < 1:
             raise InputError(f"effect must be between 0 and 1, such as {EFFECT}, got {effect}")
@@ -201,7 +200,7 @@ class SamplingTally:
             more = math.ceil(((LIMIT + POWER) / (2 * effect)) ** 2) - self.n
         else:
             more = 1 - self.exact
-        # What an exact check found explains the sums.
+        # If an exact check failed, it explains the sums, too.
         far = [statistic.meaning for statistic in panel if statistic.far]
         causes = tuple([CAUSES[kind] for kind in self._flaws] or far)
         verdict = "wrong" if causes else "inconclusive" if more > 0 else "sound"
@@ -213,7 +212,7 @@ class SamplingTally:
 
 
 def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[tuple[str, str]]:
-    """Yield what contradicts the rule, for any or the logged random numbers: (kind, sentence)."""
+    """Yield (kind, sentence) for what contradicts the rule, for logged or any random numbers."""
     x, y, u = position.draft_id, position.committed_id, position.resample_u
     kind, source, weights = "bonus", "p", p
     if q is not None:
@@ -235,11 +234,11 @@ def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[t
     elif q is not None and q[y] - p[y] > ROUNDING * p[y]:
         yield kind, f"token {y} was drawn after a rejection, where p = {p[y]:.3g} < q = {q[y]:.3g}"
     elif u is not None and not _picks(weights, u, y):
-        yield kind, f"token {y} was drawn with u = {u:.6g}, where {source} gives another"
+        yield kind, f"token {y} was drawn with u = {u:.6g}, where {source} gives another token"
 
 
 def _misjudged(position: Position, p: float, q: float) -> bool:
-    """Tell whether a draft token with these probabilities was judged against the rule."""
+    """Return whether accepting or rejecting a draft token contradicts its probabilities p and q."""
     if position.accept_u is None:
         return p == 0 if position.accepted else p >= q
     margin = position.accept_u * q - p
@@ -247,7 +246,7 @@ def _misjudged(position: Position, p: float, q: float) -> bool:
 
 
 def _picks(weights: np.ndarray, u: float, y: int) -> bool:
-    """Tell whether `u` picks y from the cumulative weights, up to rounding."""
+    """Return whether `u` picks y from the cumulative weights, up to rounding."""
     edges = np.cumsum(weights)
     place, off = u * edges[-1], SUM_ROUNDING * edges[-1]
     return edges[y] - weights[y] - off <= place <= edges[y] + off
@@ -266,7 +265,7 @@ def _draft_row(position: Position) -> np.ndarray | None:
 
 
 def _acceptance(p: np.ndarray, q: np.ndarray, accepted: bool) -> tuple[float, float]:
-    """Compare an acceptance with its probability 1 - TV(p, q): its deviation and variance."""
+    """Return deviation and variance of an acceptance, given its probability 1 - TV(p, q)."""
     overlap = np.minimum(p, q).sum()
     if overlap >= 1 - CONSTANT:
         overlap = 1.0
@@ -274,7 +273,7 @@ def _acceptance(p: np.ndarray, q: np.ndarray, accepted: bool) -> tuple[float, fl
 
 
 def _surprise(p: np.ndarray, y: int) -> tuple[float, float]:
-    """Compare -log p(y), at most CLIP, with its mean under p: its deviation and variance."""
+    """Return deviation and variance of -log p(y), at most CLIP, given its mean under p."""
     values = np.minimum(-np.log(np.where(p > 0, p, 1.0)), CLIP)
     centered = np.where(p > 0, values - p @ values, 0.0)
     if p[y] == 0 or np.abs(centered).max() <= CONSTANT:
@@ -283,7 +282,7 @@ def _surprise(p: np.ndarray, y: int) -> tuple[float, float]:
 
 
 def _statistic(name: str, total: float, variance: float) -> Statistic:
-    """Judge one sum."""
+    """Return z, p-value and meaning of one sum."""
     if variance == 0:
         return Statistic(name)
     z = total / math.sqrt(variance + LARGEST[name] * abs(total) / 3)

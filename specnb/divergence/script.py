@@ -1,7 +1,7 @@
 """The tokens that a draft is fed, the same in every set-up: a prompt, then rounds with rollbacks.
 
-Set-ups can be compared token by token only if none of them chooses its own tokens: a script fixes
-them, and the last feed of every position is the text.
+Set-ups can be compared token by token only if none of them chooses its own tokens. A script fixes
+them; the text has the token fed last at each position.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,8 +32,8 @@ class Feed(NamedTuple):
 class Script:
     """Feeds in order, and the `text`: the tokens in the state at the end.
 
-    `starts`: the position of the first token of each feed. Raises InputError for an empty script,
-    and if more tokens are rolled back than are in the state.
+    `starts`: the position of the first token of each feed. Raises InputError for an empty script or
+    feed, and for a rollback that leaves no token.
     """
 
     def __init__(self, feeds: Iterable[Feed]) -> None:
@@ -52,7 +52,7 @@ class Script:
 
     @classmethod
     def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
-        """Feed a prompt, then rounds of `k` steps; every other one rejects all but the first."""
+        """Feed a prompt, then rounds of `k` tokens; every other round rejects all but the first."""
         rng = np.random.default_rng(seed)
         feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
         while at < len(text):
@@ -71,8 +71,8 @@ class Script:
     def align(self, trace: ModuleTrace) -> Alignment:
         """Align a run of this script: its step i is feed i, whatever position the run assumed.
 
-        `whole` lacks modules that did not run in some step. Raises InputError for a trace of other
-        steps.
+        `whole` omits tensors that are missing in a step of the final text. Raises InputError for a
+        trace with other steps.
         """
         lengths = [step["length"] for step in trace.facts["steps"]]
         if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may split or merge feeds
@@ -93,7 +93,10 @@ def feed_script(
     before: Callable[[Feed], None] = lambda feed: None,
     after: Callable[[Feed], None] = lambda feed: None,
 ) -> list[Tensor]:
-    """Feed a transformers model; return logits `(tokens, vocab)` per feed, on the CPU."""
+    """Feed a Transformers model; return logits `(tokens, vocab)` per feed, on the CPU.
+
+    Raises InputError without a cache that can be cropped.
+    """
     cache, logits, device = None, [], next(model.parameters()).device
     for feed in script.feeds:
         before(feed)
@@ -103,8 +106,8 @@ def feed_script(
             cache = getattr(out, "past_key_values", None)
             if not hasattr(cache, "crop"):
                 lack = f"{type(model).__name__} gives no `past_key_values` that can be cropped"
-                raise InputError(f"{lack}: write traces of it (specnb divergence capture) and compare those")
-            for layer in cache.layers:  # sliding-window layers drop at once what a crop would need
+                raise InputError(f"{lack}: capture traces of it (specnb divergence capture) and compare them")
+            for layer in cache.layers:  # or sliding-window layers discard what a crop needs
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
         logits.append(out.logits[0].cpu())
@@ -114,16 +117,16 @@ def feed_script(
     return logits
 
 
-# --- for `capture`: another run's tokens, ids, the model's own text -------------------------------
+# --- for `capture`: tokens of another run, ids, greedy text ---------------------------------------
 
 
 def read_script(path: Path) -> Script:
-    """Read a trace's folder or a file of ids, one forward pass per line. Raises InputError."""
+    """Read a trace folder, or a file of ids with one forward pass per line. Raises InputError."""
     return Script(_fed_before(path) if path.is_dir() else _lines(path))
 
 
 def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> None:
-    """Feed a script, with its rollbacks. Raises CapacityError, RewindError."""
+    """Feed a script, including its rollbacks. Raises CapacityError and RewindError."""
     for number, block in enumerate(script.feeds):
         progress(number, len(script.feeds), "forwards")
         model.forward(block.ids)
@@ -162,6 +165,6 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
-            raise InputError(f"{folder}: forward pass {step['step']} has {rows}, expected one whole row: give the ids")
+            raise InputError(f"{folder}: forward pass {step['step']} has {rows}, expected one full row: give the ids")
         end = start + len(ids)
         yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

@@ -1,10 +1,8 @@
-"""The matrix of set-ups: the same draft, fed the same tokens next to different neighbors.
+"""The set-ups: the same draft, fed the same tokens, next to different neighbors.
 
-A contrast between two set-ups rules out a hypothesis. "Beside itself" cannot show that the draft
-gets another model's weights, because they have the same values; a decoy twin (same shapes, other
-weights) can. The run of each set-up is replayed on a pristine copy of the draft (`local_errors`).
-
-A service that computes in a coarser type than the draft is not judged: load the draft in that type.
+A contrast between two set-ups rules out a hypothesis. A draft that uses its neighbor's weights is
+right next to a copy of itself, because the values are equal, but wrong next to a decoy twin (same
+shapes, other weights). Each run is replayed on a pristine copy of the draft (`local_errors`).
 """
 
 from collections import Counter
@@ -92,9 +90,9 @@ FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 class Outcome:
     """The outcome of one set-up: `errors` as from `errors.judge_errors`, and the draft's `run`.
 
-    `logits` has one tensor per feed. `offset`: all positions are offset by one number, which RoPE
-    does not see. `coarser`: a coarser type than the draft's that all logits are rounded to, "" if
-    none; with one, nothing is judged wrong.
+    `logits` has one tensor per feed. `offset`: all positions are offset by a constant, to which
+    RoPE is invariant. `coarser`: a less precise dtype that all logits have been rounded to, or "";
+    with one, nothing is judged wrong.
     """
 
     setup: SetUp
@@ -147,21 +145,21 @@ class Lab:
         self.blocks = Script.blocks(script.text, width=BLOCK)
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
-        """The pristine copy's runs: fed as in the script, and in blocks."""
+        """Runs of the pristine copy: fed as in the script, and in blocks."""
         self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
         routers = self.floor.index.isin([path for path, _ in find(self.reference)["router"]], level="at")
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """Floors of tensors that cannot be judged: sound runs differ so much that zeros would pass.
 
-        Rounding alone does not cause this, except in routers, which may break ties differently.
-        Tensors that depend on the number of tokens fed at once do (angles of a long context).
+        Rounding alone does not cause this; a dependence on the number of tokens fed at once does
+        (angles of a long context). Routers are excluded: rounding may break their ties differently.
         """
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up.
 
-        `deploy(draft, neighbor)` is the service under suspicion; without it the models run in
-        turn. Raises InputError for logits of another vocabulary.
+        `deploy(draft, neighbor)` is the suspected service; without it, the models run in turn.
+        Raises InputError for a missing target, and for logits of another vocabulary size.
         """
         setup = SETUPS[name]
         neighbor = self._neighbor(setup)
@@ -172,14 +170,14 @@ class Lab:
             logits = self._logits(setup, neighbor, builder.paused)
         trace = builder.trace()
         relabel(trace, neighbor, self.loaded)
-        # 2. Replay the run on the pristine copy; one offset of all positions is no error.
+        # 2. Replay the run on the pristine copy; a constant offset of positions is no error.
         run = self._script(setup).align(trace)
         errors = local_errors(self.reference, run)
         sound = self.sound[0].whole
         pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
         if offset := find_offset(pairs):
             errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
-        # 3. Judge the errors, unless the service computes in a coarser type.
+        # 3. Judge the errors, unless the service computes in lower precision.
         errors = judge_errors(errors, self.floor, run.last_step)
         coarser = _coarser_type(logits, self.dtype) if errors["wrong"].any() else ""
         if coarser:
@@ -187,7 +185,7 @@ class Lab:
         return Outcome(setup, errors, run, logits, bool(offset), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
-        """Return the logits of a set-up without hooks."""
+        """Run one set-up without hooks; return its logits."""
         setup = SETUPS[name]
         neighbor = self._neighbor(setup)
         with deploy(self.draft, neighbor) if deploy else nullcontext():
@@ -196,7 +194,7 @@ class Lab:
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
         """Return the largest relative L2 error of the set-ups' logits, and that between sound runs.
 
-        The latter is at least the rounding of the draft's type.
+        The latter is at least the rounding error of the draft's dtype.
         """
         far = (_logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes)
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
@@ -204,7 +202,7 @@ class Lab:
     def _logits(
         self, setup: SetUp, neighbor: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
     ) -> Logits:
-        """Return the logits of the draft in service; its neighbor reads the text around feeds."""
+        """Return the draft's logits; its neighbor reads the text before or after each feed."""
 
         def step(_feed: Feed) -> None:
             with torch.no_grad(), unseen():
@@ -216,7 +214,7 @@ class Lab:
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
                 shapes = f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
-                raise InputError(f"{shapes}: return those of the draft's vocabulary, of the last token at least")
+                raise InputError(f"{shapes}: return them over the draft's vocabulary, at least for the last token")
         return logits
 
     def _script(self, setup: SetUp) -> Script:
@@ -245,22 +243,21 @@ def _capture_run(model: Module, script: Script) -> tuple[Logits, Alignment]:
 
 
 # --- shadow replay: each module of the pristine copy, recomputed on its recorded inputs -----------
-# The copy reads the whole text in one forward pass. Every module in it gets the inputs of the same
-# module in the run under suspicion. Its output is compared with the run's, which then replaces it.
-# So no error travels: a module that is wrong is wrong by itself. Inputs are compared, too: a
-# difference there arose between modules, in the code of the module that contains them or by a write
-# into a buffer meanwhile, and is attributed to the containing module. (Shadow modules are an idea
-# of torch's numeric suite.)
+# The copy processes the whole text in one forward pass. Each of its modules gets the inputs of the
+# same module in the suspected run. Its output is compared with the run's, which then replaces it.
+# So errors do not propagate: a module that is wrong is wrong by itself. Inputs are compared, too: a
+# difference there arose between modules, in the code of the containing module or by a write into a
+# buffer, and is attributed to the containing module. (The idea of shadow modules is from PyTorch's
+# numeric suite.)
 
 
 @torch.no_grad()
 def local_errors(reference: Module, run: Alignment) -> pd.DataFrame:
     """Replay a run on the pristine `reference`; return one row per tensor and token.
 
-    `module` computed the tensor; for an input it is the module that contains `at`, where the tensor
-    was captured.
-    `error` is relative L2, `gain` is <a, b> / <a, a> of the sound tensor a and the run's b. For
-    integers, `error` is 1 if any differs; for experts chosen by scores, it is the difference of
+    `module` computed the tensor, which was captured at `at`; for an input, `module` contains `at`.
+    `error` is relative L2, and `gain` is <a, b> / <a, a> for the sound tensor a and the run's b.
+    For integers, `error` is 1 if any differs; for experts chosen by scores, it is the difference of
     their scores, relative to all scores.
     """
     replay = _Replay(run)
@@ -282,23 +279,23 @@ class _Replay:
         self._running, self.errors = [], []
 
     def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Replace the inputs of a module by those in the run."""
+        """Replace the inputs of a module with those of the run."""
         holder = self._running[-1] if self._running else path
         self._running.append(path)
         taken = self._compare("in", named_tensors(name_arguments(module, args, kwargs)), holder)
         return _exchanged(args, taken), _exchanged(kwargs, taken)
 
     def leave(self, path: str, _module: Module, _args: tuple, output: object) -> object:
-        """Replace the outputs of a module by those in the run."""
+        """Replace the outputs of a module with those of the run."""
         taken = self._compare("out", outputs_in(output), path)
         self._running.pop()
         self._calls[path] += 1
         return _exchanged(output, taken)
 
     def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
-        """Record the errors of the running module's tensors, which the copy computed.
+        """Compare tensors of the running module with those of the run, and record the errors.
 
-        Return what the run had in their place, by the id of each tensor.
+        Return the run's tensors, by the id of the tensor that each one replaces.
         """
         self._order += 1
         path = self._running[-1]
@@ -318,7 +315,7 @@ class _Replay:
                     self._note(labels, True, whole.gaps, every, every)
                 continue
             recorded = _align(computed, whole)
-            # A copy: hooks and modules write into it.
+            # Copy it, because hooks and modules write into it.
             substitute = torch.from_numpy(np.moveaxis(recorded, 0, whole.axis).copy())
             replacements[id(replayed)] = substitute.to(replayed)
             chosen_by = _scores_beside(replayed, [tensor for _, tensor in pairs]) if choice else None
@@ -333,35 +330,35 @@ class _Replay:
         return replacements
 
     def _note(self, labels: tuple, discrete: bool, gaps: np.ndarray, error: np.ndarray, gain: np.ndarray) -> None:
-        """Record errors and gains of all positions but the gaps."""
+        """Record errors and gains at all positions except the gaps."""
         columns = np.arange(len(error)), error, gain
         self.errors.append((*labels, discrete, *(np.delete(column, gaps) for column in columns)))
 
 
 def _comparable(computed: np.ndarray, recorded: np.ndarray) -> bool:
-    """Tell whether two tensors have the same shape and are both real or both complex."""
+    """Return whether two tensors have the same shape and are both real or both complex."""
     return computed.shape == recorded.shape and np.iscomplexobj(computed) == np.iscomplexobj(recorded)
 
 
 def _of_other_k(computed: np.ndarray, whole: Whole) -> bool:
-    """Tell whether the run chose another number of experts: it is wrong at every token."""
+    """Return whether the run chose another number of experts, which is wrong at every token."""
     recorded = whole.values
     integers = recorded.dtype.kind in "iu"
     return integers and computed.shape[:-1] == recorded.shape[:-1] and not len(whole.gaps)
 
 
 def _align(computed: np.ndarray, whole: Whole) -> np.ndarray:
-    """Return the run's tensor; where the run computed nothing, it has the copy's own values."""
+    """Return the run's tensor, with the copy's values where the run computed nothing."""
     recorded = whole.values.copy()
     recorded[whole.gaps] = computed[whole.gaps]
     return recorded
 
 
 def _scores_beside(chosen: Tensor, outputs: list[Tensor]) -> tuple[Tensor, bool] | None:
-    """Return the scores that experts were chosen by, and whether the order of the chosen counts.
+    """Return the scores by which experts were chosen, and whether the order of the chosen matters.
 
-    The scores are an output with more values per token. The order counts if the module also returns
-    weights of the chosen experts. None if there are no scores: the integers are no choice.
+    The scores are an output with more values per token. The order matters if the module also
+    returns weights of the chosen experts. None if there are no scores.
     """
     floats = [item for item in outputs if item.is_floating_point() and item.shape[:-1] == chosen.shape[:-1]]
     scores = next((item for item in floats if item.shape[-1] > chosen.shape[-1]), None)
@@ -386,10 +383,10 @@ def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
 
 
 def _coarser_type(logits: Logits, dtype: str) -> str:
-    """Return the coarser type than `dtype` whose numbers all logits are; "" if none, or for zeros."""
+    """Return the least precise dtype below `dtype` that represents all logits; "" for zeros."""
     if not any(row.any() for row in logits):
         return ""
-    # The coarsest first: numbers of bfloat16 are numbers of float16, too.
+    # Least precise first: most bfloat16 values are float16 values, too.
     for name, size in reversed(ROUNDING.items()):
         kind = getattr(torch, name)
         if size > ROUNDING[dtype] and all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits):
@@ -398,7 +395,7 @@ def _coarser_type(logits: Logits, dtype: str) -> str:
 
 
 def _logits_off(sound: Alignment, run: Alignment) -> float:
-    """Return the largest relative L2 error of the logits of a shared position; inf for NaN."""
+    """Return the largest relative L2 error of logits at shared positions; inf for NaN."""
     if LOGITS not in sound.whole or LOGITS not in run.whole:
         return 0.0
     a, b = (item.whole[LOGITS] for item in (sound, run))
@@ -407,21 +404,21 @@ def _logits_off(sound: Alignment, run: Alignment) -> float:
 
 
 def same_logits(logits: Logits, other: Logits) -> bool:
-    """Tell whether the logits of each feed are equal; a service may return the last ones only."""
+    """Return whether the logits of each feed are equal; a service may return only the last rows."""
     last = ((a[-len(b) :], b[-len(a) :]) for a, b in zip(logits, other, strict=True))
     return all(np.array_equal(a.double(), b.double(), equal_nan=True) for a, b in last)
 
 
-# --- what was looked at ---------------------------------------------------------------------------
+# --- coverage -------------------------------------------------------------------------------------
 
 
 class Coverage(NamedTuple):
     """How much of a run was compared: modules, tensors, tokens, parameters.
 
     `with_holder`: modules whose outputs could not be compared, inside a module whose outputs were.
-    `uncompared`: modules without any comparison. `left_out`: tensors without a token axis or of
-    other shapes (masks), as "module:role:name". `seen_at_use`: parameters that an operation was
-    seen to read.
+    `uncompared`: other modules without compared outputs. `left_out`: tensors without a token axis
+    or of other shapes (masks), as "module:role:name". `seen_at_use`: parameters that an operation
+    was seen to read. `output`: the model's output was compared.
     """
 
     modules: int
@@ -440,12 +437,11 @@ class Coverage(NamedTuple):
         """Count the coverage of one set-up."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors.groupby(TENSOR).groups}
-        # including tensors of another shape than the pristine copy's: attention weights over a
-        # window
+        # also tensors with another shape than in the copy, such as attention over a window
         left_out = [key for key in outcome.run.rows if key not in seen]
         ran = {*trace.tensors["module"]}
         compared = {*errors.loc[errors["role"] == "out", "at"]}
-        # A wrapper that the pristine copy does not have returns what a module inside it returned.
+        # A wrapper that the copy lacks counts if a compared module returned its output.
         gave = trace.rows(role="out").groupby("module")["digest"].agg(set)
         known = set().union(*(gave[module] for module in compared))
         compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
@@ -468,7 +464,7 @@ class Coverage(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Tell whether the output was compared, and every module or one that contains it."""
+        """Whether the output was compared, and every module or one that contains it."""
         return self.output and not self.uncompared
 
     def __str__(self) -> str:

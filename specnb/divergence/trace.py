@@ -1,8 +1,8 @@
-"""A trace: the record of one captured run, as two tables and arrays. Reading it needs no torch.
+"""The trace of one captured run: two tables and arrays. Reading it needs no torch.
 
-A folder contains `tensors.parquet`, `params.parquet`, `arrays.safetensors` and, written last, the
-facts in `trace.json`. A module has the same path under any wrapper of the model (`canonical`);
-readers apply only `rename_all`. An `Alignment` is a trace in the order of its text.
+A folder contains `tensors.parquet`, `params.parquet`, `arrays.safetensors` and, written last,
+`trace.json` with the facts. The path of a module does not depend on wrappers of the model
+(`canonical`); readers only apply `rename_all`. An `Alignment` orders a trace by token position.
 """
 
 import json
@@ -41,18 +41,18 @@ TENSOR_COLUMNS = (
 )
 """One row per captured tensor.
 
-`order` counts events of the run: a module's inputs come before its outputs, inner modules between
-them. `holder` is the containing module, and `holder_call` its call; -1 if there is none.
+`order` counts the events of a run: the inputs of a module, its inner modules, then its outputs.
+`holder` is the containing module and `holder_call` the index of its call, -1 if there is none.
 """
 
 PARAM_COLUMNS = ("step", "module", "call", "owner", "owner_path", "digest", "dtype")
 """One row per parameter that an operation read while a module ran."""
 OWN, NEIGHBOR, UNKNOWN = "draft", "neighbour", "?"  # as in stored traces and notebooks
-"""Owners of parameters: the two models of a set-up, and none of them."""
+"""Owners of parameters: the draft, its neighbor, or neither."""
 
 
 class Key(NamedTuple):
-    """One tensor of a module's call."""
+    """One tensor of a module call; `role` is "in", "out" or "state"."""
 
     module: str
     call: int
@@ -65,10 +65,10 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class ModuleTrace:
-    """`facts` (JSON), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by digest.
+    """Facts (JSON values), the tables of TENSOR_COLUMNS and PARAM_COLUMNS, and arrays by digest.
 
-    An array has the values of a tensor (bfloat16 as float32, exactly), and is stored once, however
-    many modules pass it on.
+    An array has the values of a tensor (bfloat16 becomes float32, exactly). It is stored once, even
+    if several modules pass it on.
     """
 
     facts: dict[str, Any]
@@ -99,7 +99,7 @@ class ModuleTrace:
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """Read the `facts` of a trace's folder. Raises InputError."""
+    """Read the facts of a trace folder. Raises InputError as `ModuleTrace.load`."""
     content = read_json(folder / FACTS)
     if content.get("format") != FORMAT:
         raise InputError(f"{folder}: got format {content.get('format')}, expected {FORMAT}: capture it again")
@@ -107,41 +107,41 @@ def read_facts(folder: Path) -> dict[str, Any]:
 
 
 def canonical(paths: Iterable[str]) -> dict[str, str]:
-    """Return the `canonical_name` of all modules; names that would collide stay as they are."""
+    """Map each path to its `canonical_name`, or to itself if names would collide."""
     short = {path: canonical_name(path) for path in paths}
     shared = Counter(short.values())
     return {path: path if shared[name] > 1 else name for path, name in short.items()}
 
 
 def canonical_name(path: str) -> str:
-    """Return a path without leading `model.` or `draft_model.`."""
+    """Return a path without its leading `model.` and `draft_model.` parts."""
     return re.sub(r"^((model|draft_model)\.)+", "", path)
 
 
 def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str]:
-    """Apply the regular expressions of `rename`. Raises InputError, also for collisions."""
+    """Apply the regular expressions of `rename`. Raises InputError for errors and collisions."""
     after = {name: name for name in names}
     for pattern, by in rename.items():
         try:
             after = {name: re.sub(pattern, by, new) for name, new in after.items()}
         except (re.error, IndexError) as error:
-            raise InputError(f"got rename {pattern!r} to {by!r}, expected what re.sub takes: {error}") from error
+            raise InputError(f"got rename {pattern!r} to {by!r}, expected arguments of re.sub: {error}") from error
     if len({*after.values()}) < len(after):
         raise InputError(f"rename {dict(rename)} gives two modules the same name: make them distinct")
     return after
 
 
-# --- one offset of all positions ------------------------------------------------------------------
+# --- a constant offset of all positions -----------------------------------------------------------
 
 TURNED_ALIKE = 3e-2
-"""Largest difference between rotations: bfloat16 rounds four cosines and sines by up to 2**-9."""
+"""Tolerance for equal rotations: bfloat16 rounds four cosines and sines by up to 2**-9 each."""
 
 
 def find_offset(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> set[Key]:
-    """Return rotary outputs and position inputs if two runs differ by one offset of all positions.
+    """Return keys of rotary outputs and position inputs if all positions differ by a constant.
 
-    The angles of rotary modules then differ by one rotation at all tokens. `pairs` has tensors
-    `(tokens, …)` of the two runs.
+    The angles of a rotary module then differ by the same rotation at all tokens. `pairs` has the
+    tensors `(tokens, …)` of two runs.
     """
     given = {
         key for key, (a, _) in pairs.items() if key.role == "in" and "position" in key.name and a.dtype.kind in "iu"
@@ -156,7 +156,7 @@ def find_offset(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> set[Key]:
 
 
 def _turned_alike(outputs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
-    """Tell whether angles of two runs differ by one rotation: cosines and sines, or one complex tensor."""
+    """Return whether angles, as cosines and sines or complex, differ by one rotation."""
     if len({values.shape for pair in outputs for values in pair}) != 1:
         return False
     runs = zip(*outputs, strict=True)
@@ -164,25 +164,25 @@ def _turned_alike(outputs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     if not len(phases[0]) or not all(map(np.iscomplexobj, phases)):
         return False
     turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
-    # Of length 1, too: longer cosines and sines would scale every product of a query and a key.
+    # The rotation must have modulus 1: scaled cosines and sines would scale the attention scores.
     off = max(np.abs(turn - turn[:1]).max(), np.abs(np.abs(turn) - 1).max())
     return off < TURNED_ALIKE < np.abs(turn[:1] - 1).max()
 
 
-# --- a trace in the order of its text, whatever the steps -----------------------------------------
-# Runs may be cut into different steps (a prefill or steps of one token) and use different cache
-# slots: that is not compared. A step that starts at position p drops everything from p on: the last
-# feed counts.
+# --- a trace in token order, whatever its steps ---------------------------------------------------
+# Two runs may split the text into different steps (one prefill, or single tokens) and use different
+# cache slots; neither is compared. A step that starts at position p discards everything from p on,
+# so the last forward pass over a position counts.
 
 UNKNOWN_ID = -1
 """The id of a token that was not recorded."""
 
 
 class Whole(NamedTuple):
-    """A tensor along the text: `values` `(tokens, …)`, with the token axis moved first from `axis`.
+    """A tensor at all positions: `values` `(tokens, …)`; `axis`: the original token axis.
 
-    `gaps`: positions for which nothing was computed, zero in `values`. `dtype`: that of the first
-    row.
+    `gaps`: indices of tokens for which nothing was computed (zero in `values`). `dtype`: that of
+    the first row.
     """
 
     values: np.ndarray
@@ -201,11 +201,11 @@ class Whole(NamedTuple):
 
 
 class Alignment:
-    """A trace in the order of its text.
+    """A trace in token order.
 
-    `firsts`: start positions of the steps, instead of those that the run assumed. `text`: the tokens
-    in the state at the end, instead of those that the run was fed. `positions` (n,) are in the state
-    at the end; `last_step` (n,) is the step in which each was fed last; `tokens` (n,).
+    `firsts`: start positions of the steps, to replace those that the run assumed. `text`: tokens in
+    the final state, to replace those that the run was fed. `positions`, `tokens` and `last_step`,
+    in which a position was fed last, are (n,) for the final state.
     """
 
     def __init__(
@@ -224,13 +224,13 @@ class Alignment:
         state = _state(self.steps)
         self.positions = np.array([*state], np.int64)
         self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
-        if text is not None:  # without what was rolled back last
+        if text is not None:  # drop the last rollback's tokens
             self.positions, self.last_step = self.positions[: len(text)], self.last_step[: len(text)]
             self.tokens = np.array(text)
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:
-        """The rows of `trace.tensors` by key, in the order of the run, without states."""
+        """The rows of `trace.tensors` by key, in run order, without states."""
         rows = self.trace.tensors[self.trace.tensors["role"] != "state"]
         rows = rows.assign(module=rows["module"].map(self.names), holder=rows["holder"].map(self.names))
         by_key = defaultdict(list)
@@ -240,7 +240,7 @@ class Alignment:
 
     @cached_property
     def whole(self) -> dict[Key, Whole]:
-        """The tensors with a token axis and equal shapes in all steps (not masks)."""
+        """The tensors with a token axis and the same other axes in all steps (excludes masks)."""
         return {key: whole for key, rows in self.rows.items() if (whole := self._whole(rows)) is not None}
 
     def _whole(self, rows: list[Any]) -> Whole | None:
@@ -252,16 +252,16 @@ class Alignment:
         n = len(self.positions)
         values, missing = np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)), np.ones(n, bool)
         for row, part in zip(rows, parts, strict=True):
-            step = self.steps[row.step]  # fewer tokens than the step's are its last
+            step = self.steps[row.step]  # a tensor may have only the step's last tokens
             places = index_of(self.positions, step["first_position"] + np.arange(-len(part), 0) + step["length"])
             last = np.append(self.last_step, -1)[places] == row.step
             values[places[last]], missing[places[last]] = part[last], False
         return None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
 
     def _token_axis(self, rows: list[Any]) -> int | None:
-        """Return the axis after the batch that is as long as the step, in every step, or None.
+        """Return the first axis after the batch that is as long as the step, in every step.
 
-        If the numbers of tokens and heads are equal in every step, it is the outer axis.
+        None if there is none. If every step has as many tokens as heads, it is the outer axis.
         """
         n = len(rows[0].shape)
         if {len(row.shape) for row in rows} != {n}:
@@ -269,24 +269,24 @@ class Alignment:
         start = int(n > 1 and all(row.shape[0] == 1 for row in rows))
         lengths = [(row.shape, self.steps[row.step]["length"]) for row in rows]
         axes = (axis for axis in range(start, n) if all(shape[axis] == length for shape, length in lengths))
-        # A head may get the last token of a prompt only.
+        # An output head may get only the last token of a prompt.
         last_only = n in (2, 3) and all({*row.shape[:-1]} == {1} for row in rows)
         return next(axes, n - 2 if last_only else None)
 
 
 def _state(steps: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
-    """Return the last step and the token of each position in the state at the end, in order."""
+    """Return the last step and the token of each position in the final state, in order."""
     state = {}
     for number, step in enumerate(steps):
         first, n = step["first_position"], step["length"]
-        while n and state and next(reversed(state)) >= first:  # a rollback drops the last ones
+        while n and state and next(reversed(state)) >= first:  # rolled back
             state.popitem()
-        ids = step["token_ids"] or [UNKNOWN_ID] * n  # not known where a model is given embeddings
+        ids = step["token_ids"] or [UNKNOWN_ID] * n  # unknown if the model is fed embeddings
         state |= {first + i: (number, ids[i]) for i in range(n)}
     return state
 
 
 def index_of(values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """Return the index of each wanted value in a sorted array; -1 if it is not there."""
+    """Return the index of each wanted value in a sorted array; -1 if it is absent."""
     places = np.searchsorted(values, wanted)
     return np.where(np.append(values, -1)[places] == wanted, places, -1)

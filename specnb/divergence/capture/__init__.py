@@ -1,6 +1,7 @@
-"""Hooks on a torch model in any process: inputs, outputs, state and read parameters of modules.
+"""Hooks on a torch model in any process: inputs, outputs, states and parameter reads of modules.
 
-Eager execution only: a compiled or replayed graph bypasses the hooks and is refused.
+Eager execution only: compiled models bypass the hooks and are refused; CUDA graphs are not
+detected.
 """
 
 from collections import Counter
@@ -39,7 +40,7 @@ replaced = patch.object
 
 
 class Frame(NamedTuple):
-    """A running call of a module: its step, its arguments, and the parameters seen to be read."""
+    """A running call of a module; `params` has the ids of the parameters seen to be read."""
 
     module: Module
     step: int
@@ -59,7 +60,7 @@ class TraceBuilder:
         self.listens = True
         """Whether hooks record anything."""
         self._states = states
-        # A list of layers has no forward.
+        # Containers such as ModuleList have no forward.
         self._hooked = [path for path, item in find_modules(model) if type(item).forward is not Module.forward]
         self._tensors = []
         """Rows of TENSOR_COLUMNS."""
@@ -70,7 +71,7 @@ class TraceBuilder:
         self._calls, self._order = Counter(), 0
 
     def paused(self) -> AbstractContextManager[None]:
-        """Record nothing inside the block, e.g. of another model with shared modules."""
+        """Record nothing inside the block, for example while a model with shared modules runs."""
         return replaced(self, "listens", False)
 
     def trace(self) -> ModuleTrace:
@@ -83,7 +84,7 @@ class TraceBuilder:
         return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), self._arrays)
 
     def forward_of(self, model: Module) -> AbstractContextManager[None]:
-        """Also record calls of `forward`, by which engines bypass hooks (SGLang, vLLM)."""
+        """Also record direct calls of `forward`, which bypass hooks (SGLang, vLLM)."""
         original = model.forward
 
         @wraps(original)
@@ -107,7 +108,7 @@ class TraceBuilder:
         if id(owned.tensor) not in frame.params:
             frame.params.add(id(owned.tensor))
             digest = ""
-            with suppress(RuntimeError, TypeError):  # a wrapper without its own bytes, or on "meta"
+            with suppress(RuntimeError, TypeError):  # a wrapper without storage, or a meta tensor
                 digest = digest_tensor(owned.tensor)
             parameter = owned.owner, owned.path, digest, dtype_name(owned.tensor)
             self._params.append((frame.step, frame.path, frame.call, *parameter))
@@ -119,7 +120,7 @@ class TraceBuilder:
         arguments = name_arguments(module, args, kwargs)
         with _disable_current_modes():  # reads by the hook itself do not count
             if path == ROOT:
-                self.running.clear()  # frames left by an interrupt: a model does not run inside itself
+                self.running.clear()  # left by an interrupt: a model does not run inside itself
             steps = self.facts["steps"]
             if path == ROOT or not steps:
                 steps.append({"step": len(steps), **step_of(arguments)})
@@ -140,7 +141,7 @@ class TraceBuilder:
             self.running.pop()
 
     def _see(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
-        """Record inputs or outputs of the running call as one event of `order`."""
+        """Record inputs, outputs or states of the running call as one event in `order`."""
         frame = self.running[-1]
         holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
         call = frame.step, frame.path, type(frame.module).__name__, frame.call, self._order, role
@@ -165,17 +166,17 @@ def capture(
     """Record the forward passes of `model` inside the block; the yielded builder has `trace()`.
 
     `path`: a folder to which the trace is saved when the block ends, even by an error. `known`:
-    other models in the process, by tag, whose weights are told apart from the model's own when an
-    operation reads them. `at_use`: follow every operation to the parameters it reads; a model with
-    flex attention, which torch compiles by itself, needs it off (or attn_implementation="eager").
-    `states`: also record cache contents, which `compare` does not need. All of it stays in memory:
-    1.5 MB per token for a model of 135 M parameters.
+    other models in the process, by tag, to distinguish reads of their weights from reads of the
+    model's own. `at_use`: record the parameters that every operation reads; turn it off for flex
+    attention, which torch compiles by itself (or use attn_implementation="eager"). `states`: also
+    record cache contents, which `compare` does not need. All of it stays in memory: 1.5 MB per
+    token for a model of 135 M parameters.
 
-    One call of the model, by its name or by its `forward`, is one step. A module called outside of
-    it (such as a head in vLLM's compute_logits) belongs to the step before: pass the model itself,
-    not a list that contains it. Results are bit-identical to those without capture. Inside
-    `paused()` of the builder, nothing is recorded. Calls in another thread are recorded without the
-    parameters that they read. Raises InputError for a compiled model.
+    One call of the model, or of its `forward`, is one step. A module called outside of it (such as
+    a head in vLLM's compute_logits) belongs to the previous step: pass the model itself, not a list
+    that contains it. Results are bit-identical to those without capture. Inside `paused()` of the
+    builder, nothing is recorded. Calls in another thread are recorded without the parameters that
+    they read. Raises InputError for a compiled model.
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
@@ -195,8 +196,8 @@ def capture(
 def watch_modules(model: Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
     """Call `before(path, module, args, kwargs)` and `after(path, module, args, output)`.
 
-    They run around the forward of each module. Their return values, if any, replace the arguments
-    and the output. `after` is also called if a forward pass raises.
+    They run around the forward of each module. Their return values, unless None, replace the
+    arguments and the output. `after` is also called if a forward raises.
     """
     with ExitStack() as stack:
         for path, module in find_modules(model):

@@ -1,9 +1,9 @@
-"""Find which parameters the operations of a module really read, whatever its attributes say.
+"""Find which parameters the operations of a module really read, whatever its attributes are.
 
 A module may resolve another model's weights inside an operation (a registry of experts by position)
 while its attributes stay right. So parameters are identified by the memory of each operation's
-operands. Custom operations are followed inside if their kernels call torch's; what Triton or C++
-reads by itself is not seen.
+operands. Custom operations whose kernels call torch operations are traced; what a Triton or C++
+kernel reads by itself is not seen.
 
 A service may also assign another model's weights to the draft's attributes. Then their values
 identify the owner (`relabel`).
@@ -35,16 +35,16 @@ class Owned(NamedTuple):
 
 
 class AtUse(TorchDispatchMode):
-    """Calls `note` for each parameter that an operation reads while something is in `running`.
+    """Calls `note` for each parameter that an operation reads while `running` is not empty.
 
     Parameters and buffers of `models`, by tag, are identified by the storage that a tensor views.
-    Tied parameters have their first name; memory that two models share belongs to the first, so
+    Tied parameters have their first name. Memory that two models share belongs to the first, so
     pass the captured model first. A parameter of no model is UNKNOWN and is not stored: weights
-    loaded for one call (offloading) must not pile up.
+    loaded for one call (offloading) must not accumulate.
     """
 
     supports_higher_order_operators = True
-    """Such as conditions on a tensor; torch refuses to run them under this mode otherwise."""
+    """Operators such as `torch.cond`, which torch otherwise refuses to run under this mode."""
 
     def __init__(self, models: Mapping[str, Module], note: Callable[[Owned], None], running: Sequence[object]) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class AtUse(TorchDispatchMode):
     def find_owner(self, tensor: Tensor) -> Owned | None:
         """Return the owner of the memory at the start of `tensor`."""
         memory = _memory(tensor)
-        # Memory that its owner left (moved, offloaded) may belong to any tensor now.
+        # Memory that its owner no longer uses (moved, offloaded) may now belong to any tensor.
         owners = (owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory)
         before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()]
         if before or (memory and type(tensor) is Tensor):  # most operands are activations
@@ -91,11 +91,11 @@ class AtUse(TorchDispatchMode):
         return func(*args, **kwargs) if by_torch or not tensors else self._inside(func, tensors, args, kwargs)
 
     def _inside(self, func: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
-        """Run a custom operation with this mode on; torch switches it off while an operation runs.
+        """Run a custom operation with this mode on; torch turns it off while an operation runs.
 
-        A kernel written in Python may look up weights by itself: vLLM's MoE kernel gets a layer's
-        name. An operation without tensor arguments is not followed, nor one without a single dense
-        backend.
+        A kernel written in Python may look up weights by itself: vLLM's MoE kernel gets the name of
+        a layer. Operations without tensor arguments, or without a kernel for the device of their
+        operands, are not traced.
         """
         # CPU operands may be mixed with those of another backend.
         device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
@@ -114,7 +114,7 @@ def _memory(tensor: Tensor) -> int:
         return 0
 
 
-# --- whose values a parameter has -----------------------------------------------------------------
+# --- owners by value ------------------------------------------------------------------------------
 
 
 def list_parameters(model: Module) -> dict[str, Tensor]:
@@ -124,7 +124,7 @@ def list_parameters(model: Module) -> dict[str, Tensor]:
 
 
 def relabel(trace: ModuleTrace, neighbor: Module | None, loaded: Mapping[str, str]) -> None:
-    """Attribute the draft's parameters with the neighbor's values to it, in `trace.params`.
+    """In `trace.params`, attribute draft parameters with the neighbor's values to the neighbor.
 
     `loaded`: digests of the draft's parameters and buffers as loaded, by path.
     """

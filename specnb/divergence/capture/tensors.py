@@ -1,4 +1,4 @@
-"""Find the tensors among a module's inputs and outputs: names, digests, and their step."""
+"""Find the tensors among a module's inputs and outputs: names, digests, and the step."""
 
 import dataclasses
 import inspect
@@ -14,8 +14,7 @@ from torch.nn import Module
 
 def digest_tensor(tensor: Tensor) -> str:
     """Return a digest (XXH3, 32 hexadecimal digits) of dtype, shape and bytes in logical order."""
-    # By strides: a single value is contiguous whatever its stride, and then cannot be viewed as
-    # bytes.
+    # as_strided: a single value is contiguous with any stride, but may not be viewed as bytes.
     flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
     state = xxhash.xxh3_128(f"{dtype_name(tensor)}{list(tensor.shape)}".encode())
     state.update(flat.view(torch.uint8).cpu().numpy().data)
@@ -23,7 +22,7 @@ def digest_tensor(tensor: Tensor) -> str:
 
 
 def to_numpy(tensor: Tensor) -> np.ndarray:
-    """Return the values on the CPU, possibly shared; types that numpy lacks become float32."""
+    """Return the values on the CPU, possibly shared; dtypes that NumPy lacks become float32."""
     tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
     try:
         return tensor.numpy()
@@ -32,7 +31,7 @@ def to_numpy(tensor: Tensor) -> np.ndarray:
 
 
 def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by their names in the class's forward, then other keywords."""
+    """Return the arguments of a call by their names in the class's forward, then extra keywords."""
     signature = inspect.signature(type(module).forward)
     try:
         _, *values = signature.bind(module, *args, **kwargs).arguments.items()
@@ -46,12 +45,12 @@ def name_arguments(module: Module, args: tuple, kwargs: Mapping[str, Any]) -> di
 
 
 def is_cache(value: object) -> bool:
-    """Tell whether a value is a transformers Cache, by its attributes; avoids importing the class."""
+    """Return whether a value has the attributes of a Transformers Cache (without importing it)."""
     return hasattr(value, "get_seq_length") and isinstance(getattr(value, "layers", None), list)
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """`float32` and the like."""
+    """Return the name of a tensor's dtype, such as "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -74,7 +73,7 @@ def _inner(value: object) -> Mapping[object, object]:
 
 
 def outputs_in(value: object) -> Iterator[tuple[str, Tensor]]:
-    """Yield `out` for a tensor; `out`, `out.1`, … for a tuple."""
+    """Yield `out` for a tensor; `out`, `out.1`, … for a tuple; `out.logits`, … for a mapping."""
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return named_tensors({f"out.{i}" if i else "out": inner for i, inner in enumerate(value)})
     return named_tensors({"out": value})
@@ -93,10 +92,10 @@ POSITIONS = ("position_ids", "positions", "cache_position")
 
 
 def step_of(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the step of a call, from its ids or states, its positions and its cache.
+    """Return the step of a call, from its ids or hidden states, its positions and its cache.
 
-    It is one forward pass over `batch` rows of `length` tokens `token_ids` from `first_position`
-    on.
+    It is one forward pass over `batch` rows of `length` tokens from `first_position` on;
+    `token_ids` is empty for hidden states.
     """
     tensors = {name: v for name, v in arguments.items() if isinstance(v, Tensor) and v.ndim}
     others = [name for name in tensors if name not in POSITIONS and "mask" not in name]

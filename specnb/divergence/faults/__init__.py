@@ -1,12 +1,13 @@
-"""Planted faults: bugs that really happened, planted in an eager torch model for a `with` block.
+"""Planted faults: bugs that really happened, in an eager torch model inside a `with` block.
 
     with FAULTS["positional_registry"](draft, target) as planted:
         ...  # run the draft; an investigation must name planted.cause and planted.first
-    # every bit of both models is what it was before
+    # both models are restored bit for bit
 
 A fault that involves a neighbor does nothing without a target: `first` is then None. `split_k` and
-`uniform_offset` are controls: they change numbers, and nothing may be named. The scoring grid
-(`tests/benchmarks/divergence_score`) plants eleven more. Faults of sampling are in `lossless`.
+`uniform_offset` are controls: they change numbers, but an investigation must name no module. The
+scoring grid (`tests/benchmarks/divergence_score`) plants eleven more. Sampling faults are in
+`specnb.chapters.lossless`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -43,16 +44,16 @@ Rows = tuple[Tensor, Tensor]
 """Keys and values, each (batch, heads, rows, head size)."""
 
 Tamper = Callable[[Rows, int, int, int], None]
-"""`tamper(rows, first, past, end)` changes positions first..end in place; past..end are new."""
+"""`tamper(rows, first, past, end)` changes positions [first, end) in place; [past, end) are new."""
 
-# --- of a neighbor: its experts, its buffer, its routing ------------------------------------------
+# --- faults that involve a neighbor: experts, buffers, routing ------------------------------------
 
 
 def resolve_by_position(fault: PlantedFault) -> Planting:
     """Run the draft's i-th bank of experts with the parameters of the i-th registered bank.
 
-    The target is loaded first, so its banks come first; routing stays the draft's. With a layer,
-    only that layer's bank is resolved by position; without one all are, as in vLLM 0.15.0.
+    The target is loaded first, so its banks come first; routing remains the draft's. With a layer,
+    only that layer's bank is resolved by position; otherwise all are, as in vLLM 0.15.0.
     """
     return replace_forwards({bank: run_as(other) for bank, other in banks_by_position(fault)})
 
@@ -69,15 +70,15 @@ def banks_by_position(fault: PlantedFault) -> list[tuple[Module, Module]]:
 
 
 def run_as(other: Module) -> Around:
-    """Run another module's forward on the caller's inputs, without its hooks."""
+    """Return a function that runs another module's forward on the inputs, without its hooks."""
     return lambda original, *args, **kwargs: type(other).forward(other, *args, **kwargs)
 
 
 def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
-    """Let both models' experts of a layer write to one buffer; the draft reads stale rows.
+    """Let the experts of a layer of both models write to one buffer; the draft reads stale rows.
 
-    `token`: the logical position of the one stale row; None: every row that the target wrote.
-    Nothing happens until the target has run.
+    `token`: the logical position of the only stale row, or None for every row that the target
+    wrote. Nothing happens until the target has run.
     """
     if token is not None:
         fault.tokens = ((token, token + 1),)
@@ -94,10 +95,10 @@ def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
 
 
 def read_foreign_choice(fault: PlantedFault) -> Planting:
-    """Store chosen experts in one place for both models: the draft reads what the target chose.
+    """Store the chosen experts of both models in one buffer: the draft reads the target's choice.
 
-    The rows that both have get the target's choice, modulo the draft's number of experts; the
-    weights stay the draft's. Nothing happens until the target has run.
+    Rows that both models have get the target's choice, modulo the draft's number of experts; the
+    weights remain the draft's. Nothing happens until the target has run.
     """
     n_experts = part_of(fault.draft, "bank", fault.layer)[1].num_experts
 
@@ -116,7 +117,7 @@ def read_foreign_choice(fault: PlantedFault) -> Planting:
 
 @contextmanager
 def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None]:
-    """Once the target's module has run, replace the draft's output by `read(out, left, positions)`.
+    """Replace the draft's output with `read(out, left, positions)` once the target has run.
 
     `left` is the target's last output. `positions` `(tokens,)` are those of the last call of the
     draft's rotary embedding.
@@ -141,7 +142,7 @@ def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None
         yield
 
 
-# --- of weights, of the key/value cache, of positions ---------------------------------------------
+# --- faults of weights, KV cache and positions ----------------------------------------------------
 
 
 def scale_experts(fault: PlantedFault, *, eps: float) -> Planting:
@@ -155,9 +156,9 @@ def scale_experts(fault: PlantedFault, *, eps: float) -> Planting:
 def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
     """Swap positions `a` and `b` of one layer's cache, as soon as `b` is written.
 
-    Attention does not depend on the order of the rows that it sees. Tokens that see both are right,
-    and only those from `a` to before `b` are wrong, if one forward pass writes both. If a sliding
-    window drops slot `a` and not yet `b`, tokens are wrong again.
+    Attention does not depend on the order of the rows that it sees. If one forward pass writes both
+    rows, tokens that see both are right, and only those from `a` to `b` - 1 are wrong. While a
+    sliding window covers slot `b` but no longer `a`, tokens are wrong again.
     """
     fault.tokens = ((a, b),)
     if window := getattr(fault.module, "sliding_window", None):
@@ -173,7 +174,7 @@ def swap_slots(fault: PlantedFault, *, a: int, b: int) -> Planting:
 
 
 def tamper_with_cache(fault: PlantedFault, tamper: Tamper) -> Planting:
-    """Call `tamper` on the transformers cache after attention writes and before it reads."""
+    """Call `tamper` on the Transformers cache after attention writes and before it reads."""
     return replace_forward(fault.module, partial(_attend, fault.module, tamper))
 
 
@@ -184,8 +185,7 @@ def _attend(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwar
     def tampered(keys: Tensor, values: Tensor, layer: int, *more, **options) -> Rows:
         rows = update(keys, values, layer, *more, **options)
         end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
-        # In place: a growing cache returns the very tensors that it stores, so the fault stays in
-        # it.
+        # In place: a growing cache returns the tensors that it stores, so the fault persists.
         with torch.no_grad():
             tamper(rows, end - n_rows, end - keys.shape[-2], end)
         return rows
@@ -195,11 +195,11 @@ def _attend(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwar
 
 
 def scale_positions(fault: PlantedFault, *, start: int, factor: float) -> Planting:
-    """Rotate positions from `start` on as in a context scaled by `factor`; keep cached keys."""
+    """Divide positions from `start` on by `factor` before the rotation; keep cached keys."""
     return _change_positions(fault, lambda positions: torch.where(positions < start, positions, positions / factor))
 
 
-# --- controls: nothing may be named ---------------------------------------------------------------
+# --- controls, which must not be named ------------------------------------------------------------
 
 
 def shift_positions(fault: PlantedFault, *, offset: int) -> Planting:
@@ -208,7 +208,7 @@ def shift_positions(fault: PlantedFault, *, offset: int) -> Planting:
 
 
 def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -> Planting:
-    """Give all rotary embeddings of the draft `change(positions)`."""
+    """Pass `change(positions)` to all rotary embeddings of the draft."""
 
     def run(rotary, original, *args, **kwargs):
         arguments = name_arguments(rotary, args, kwargs)
@@ -219,9 +219,9 @@ def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -
 
 
 def sum_in_parts(fault: PlantedFault) -> Planting:
-    """Control: let linear layers sum in parts; their number depends on the rows, as in kernels.
+    """Control: let linear modules sum in parts. Only rounding changes, in one layer or in all.
 
-    Only rounding changes, in one layer or in all of the model's.
+    As in kernels, the number of parts depends on the number of rows.
     """
     numbered = ((layer_number(path), module) for path, module in find_modules(fault.draft))
     return replace_forwards(
@@ -244,7 +244,7 @@ def _in_parts(linear: nn.Linear, original: Any, states: Tensor) -> Tensor:
 
 
 def read_faults(path: Path, *transforms: Callable[..., Planting]) -> dict[str, Fault]:
-    """Read faults by name from a TOML file whose head says what the fields mean."""
+    """Read faults by name from a TOML file, whose header describes the fields."""
     by_name = {transform.__name__: transform for transform in transforms}
     faults = {}
     for name, row in read_toml(path).items():
@@ -270,18 +270,18 @@ FAULTS: Mapping[str, Fault] = read_faults(
 def deploy_fault(name: str, *, layer: int | None = None) -> Deploy:
     """Return a planted fault as a service, in `layer` (None: the default).
 
-    Raises InputError for an unknown name, and for a layer if the fault is not in a single one.
+    Raises InputError for an unknown name, and for a layer if the fault does not take one.
     """
     require_known("fault", name, FAULTS)
     if layer is None:
         return FAULTS[name]
     if "layer" not in FAULTS[name].options:
-        raise InputError(f"the fault {name} is not in a single layer: leave out layer {layer}")
+        raise InputError(f"the fault {name} does not take a layer: leave out layer {layer}")
     return partial(FAULTS[name], layer=layer)
 
 
 class RecordedFault:
-    """A planted fault as a service; `entered` has one `PlantedFault` per entry."""
+    """A fault as a service; `entered` has one `PlantedFault` per `with` block."""
 
     def __init__(self, fault: Fault, **options: Any) -> None:
         self.fault = fault

@@ -1,8 +1,8 @@
-"""The description of planted faults, and how a module is changed and restored.
+"""Descriptions of planted faults, and functions that change a module and restore it.
 
-A fault is a context manager. It changes what a module computes, never how the module looks from
-outside: the `forward` of the instance is replaced, so hooks see the inputs and outputs of the
-faulty operation as they would see those of a real one.
+A fault is a context manager. It changes what a module computes, but not its interface: the
+`forward` of the instance is replaced, so hooks see the inputs and outputs of the faulty operation
+as they would for a real fault.
 """
 
 import pkgutil
@@ -24,19 +24,19 @@ from specnb.errors import InputError
 Deploy = Callable[[Module, Module | None], AbstractContextManager[object]]
 """A service: runs a draft next to a neighbor (None: alone) inside a `with` block."""
 Around = Callable[..., Any]
-"""`around(original, *args, **kwargs)` runs in place of a forward."""
+"""`around(original, *args, **kwargs)` runs instead of a module's forward."""
 
 
 @dataclass
 class PlantedFault:
     """A planted fault, and what an investigation must find.
 
-    It is in `module` of the draft, and involves `other` of the target if the fault needs a
+    `module` of the draft has the fault; `other` is the target's part, if the fault needs a
     neighbor. `first` is the canonical path of the module that must be named first ("": the model
-    itself, which was fed other inputs); None if nothing may be named: a control, or a fault without
-    its neighbor. `tokens` are half-open ranges of wrong positions, (start, None) to the end; a
-    start that depends on the run is a lower bound. A fault that waits for something appends to
-    `struck` the first position each time it acts.
+    itself, which was fed other inputs), or None if no module may be named: a control, or a fault
+    without its neighbor. `tokens` are half-open ranges of wrong positions, (start, None) to the
+    end; a start that depends on the run is a lower bound. Each time a fault that waits acts, it
+    appends the first position to `struck`.
     """
 
     draft: Module
@@ -55,9 +55,9 @@ class PlantedFault:
 class Fault:
     """A kind of fault: `transform(planted, **options)` plants it in a part of a model.
 
-    `part` "" is the model itself. `says` describes the fault, with options in braces. With `beside`
-    it does nothing without a neighbor; one that `waits` acts only when something happens. All
-    options but `layer` are those of the transform.
+    `part` "" is the model itself. `says` describes the fault, with options in braces. `beside`: it
+    does nothing without a neighbor. `waits`: it acts only when something happens. All options
+    except `layer` are those of the transform.
     """
 
     cause: str
@@ -104,7 +104,7 @@ def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
     before = {parameter: parameter.detach().clone() for parameter in new}
     try:
         for parameter, value in new.items():
-            parameter.detach().copy_(value)  # torch counts the write: digests are computed again
+            parameter.detach().copy_(value)
         yield
     finally:
         for parameter, value in before.items():
@@ -112,7 +112,7 @@ def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 
 def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
-    """Return name and value of the integer tensor among a rotary embedding's arguments."""
+    """Return name and value of the first integer tensor among a rotary embedding's arguments."""
     return next(item for item in given.items() if isinstance(item[1], Tensor) and not item[1].is_floating_point())
 
 
@@ -121,7 +121,7 @@ def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
 
 def import_service(name: str) -> Deploy:
     """Import the service `module:function`, also from the current directory. Raises InputError."""
-    if (here := str(Path.cwd())) not in sys.path:  # a console script does not search it
+    if (here := str(Path.cwd())) not in sys.path:  # console scripts do not search it
         sys.path.append(here)  # last: a user's file must not shadow a library's module
     try:
         return pkgutil.resolve_name(name)

@@ -1,12 +1,13 @@
 """Compare two traces from any process, without torch: which module diverges first, and where?
 
-    comparison = compare_traces(ModuleTrace.load(Path("alone")),
-    ModuleTrace.load(Path("beside-120b"))) comparison.verdict, comparison.line, comparison.first
+    alone, beside = (ModuleTrace.load(Path(name)) for name in ("alone", "beside-120b"))
+    comparison = compare_traces(alone, beside)
+    comparison.verdict, comparison.line, comparison.first
 
 Both runs must have been fed the same tokens. If they were not, only positions before the first
-different token are compared: from there on the runs compute different things. A draft that goes
-wrong picks other tokens, so the fault is often before them. A trace has one request: the batch that
-an engine packs into one step is not split.
+different token are compared, because later inputs differ. A wrong draft picks other tokens, so the
+fault is often before them. A trace has one request: a batch that an engine packs into one step is
+not split.
 """
 
 import math
@@ -38,12 +39,12 @@ from specnb.io import plain
 
 
 class Comparison(NamedTuple):
-    """The result of `compare`.
+    """The result of `compare_traces`.
 
     `minimal`: every module that is wrong by itself, earliest first. A fault at tokens that an
-    earlier one has already spoiled shows only after that one is fixed. `reason` is a sentence for
-    any verdict but DIVERGENT; `likely` describes the first error. `reads`: parameters that were
-    read differently. `fork`: where the runs were fed different tokens. `drift`: where the candidate
+    earlier fault has already changed shows only after that one is fixed. `reason` explains any
+    verdict except DIVERGENT; `likely` describes the first error. `reads`: parameters that were read
+    differently. `fork`: where the runs were fed different tokens. `drift`: where the candidate
     counts positions differently.
     """
 
@@ -58,7 +59,7 @@ class Comparison(NamedTuple):
 
     @property
     def first(self) -> Node | None:
-        """The first wrong module, else the model if it was fed other tokens, else None."""
+        """The first wrong module, or the model if it was fed other tokens, or None."""
         if self.minimal:
             return self.minimal[0]
         if (fork := self.fork) is None:
@@ -85,7 +86,7 @@ class Comparison(NamedTuple):
         return f"{self.verdict}: {'; '.join(filter(None, parts))}"
 
     def document(self) -> dict[str, Any]:
-        """Return the comparison as JSON values."""
+        """Return the comparison as a JSON document."""
         return plain(
             self._asdict()
             | {
@@ -145,13 +146,13 @@ def compare_traces(
     for run in runs:
         if len(missing := np.setdiff1d(difference.positions, run.positions)):
             raise InputError(f"a sound trace has no position {missing[0]}: give runs of the compared text")
-    # 3. Which tensors are wrong by themselves? Without any, how far do errors grow?
+    # 3. Which tensors are wrong by themselves? If none is, how far do errors grow?
     plan, floor = Plan.of(a), walk.floors(difference, runs)
     offset = walk.excuse_offset(difference, plan)
     beyond = walk.walk_traces(plan, difference, floor)
     wrong = locate(beyond)
     grown = beyond[~beyond["discrete"]] if wrong.empty else wrong[:0]
-    # 4. The verdict, and what the first error looks like.
+    # 4. Give the verdict, and describe the first error.
     harmless = {
         "all positions are offset by one number, which RoPE does not see": offset,
         "errors grow from module to module, and no module is wrong by itself": len(grown),
@@ -220,7 +221,7 @@ def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) ->
 
 
 def _doubts(difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated: bool) -> Iterator[str]:
-    """Yield why too little was compared for a verdict, or why unattributed errors may be a fault.
+    """Yield reasons why too little was compared, or why unattributed errors may be a fault.
 
     `grown`: errors beyond their floors, if no tensor is wrong. `calibrated`: the floors are from
     sound runs.
@@ -233,10 +234,10 @@ def _doubts(difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated:
     final = {*plan.events[-1].keys}
     seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
     if not seen or not final.isdisjoint(difference.reshaped):
-        yield "the output of the model was not compared, or has another shape: capture the same, whole model"
+        yield "the output of the model was not compared, or has another shape: capture the same complete model"
     flipped = difference.positions[difference.n_alike :]
     if grown["position"].isin(flipped).any():
-        yield f"from position {flipped[0]} on, another expert was chosen at a tie: what follows cannot be judged"
+        yield f"from position {flipped[0]} on, another expert was chosen at a tie: later positions cannot be judged"
     error, ratio = grown["error"].max(), grown["ratio"].max()
     if ratio > GROWN or error >= LARGE:
         usual = "those of the sound runs" if calibrated else "rounding"
@@ -250,7 +251,7 @@ def _doubts(difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated:
 
 
 def _shape(rows: pd.DataFrame) -> str:
-    """Return a sentence about the wrong rows of a tensor; "" if there is nothing to say."""
+    """Describe the errors in the wrong rows of a tensor; "" if they match no known pattern."""
     error, gain = rows["error"].to_numpy(), rows["gain"].to_numpy()
     if np.isinf(error).any():
         return "NaN, infinities or zeros where the other run has none"
@@ -264,12 +265,12 @@ def _shape(rows: pd.DataFrame) -> str:
 
 
 def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
-    """Return one row per parameter that the candidate's modules read differently.
+    """Return one row per module and parameter that the candidate read differently.
 
     `says`: "foreign" (another model's, not read in the reference), "changed" (other values), "cast"
-    (another dtype), "extra" (the draft's, not read in the reference). `same_values`: the
-    reference's module read the same values, under any name. Empty if one of the traces was captured
-    without `at_use`.
+    (another dtype), "extra" (the draft's, not read in the reference). `same_values`: the same
+    module of the reference read these values, under any name. Empty if one of the traces was
+    captured without `at_use`.
     """
     before, rows = _params(reference), []
     for item in _params(candidate).itertuples():

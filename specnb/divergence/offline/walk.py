@@ -1,11 +1,11 @@
-"""Walk through the modules of two aligned traces, in run order: which is wrong by itself?
+"""Walk through the modules of two aligned traces in run order, and find those wrong by themselves.
 
 A module's output is computed from its input and from everything that ran inside it. Its input is
-the very tensor that another module computed, if the reference's digests say so; otherwise the
-containing module's code computed it, from that module's input and from everything that ran in it
+the output of another module if their digests in the reference are equal. Otherwise the code of the
+containing module computed it, from that module's input and from everything that ran inside it
 before. Attention sees the past, so a position also inherits the errors of earlier positions.
 
-A different choice of experts at a tie is legitimate, but what follows it cannot be compared.
+A different choice of experts at a tie is legitimate, but later positions cannot be compared.
 """
 
 from collections import defaultdict
@@ -20,14 +20,14 @@ from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_offset, ind
 
 Call = tuple[str, int]
 OUTSIDE: Call = ("", -1)
-"""What contains a module that no captured module contains."""
+"""The container of a module that no captured module contains."""
 Floors = Mapping[Key, float]
 
 
 class Fork(NamedTuple):
     """The first and last position at which two runs were fed different tokens, and their number.
 
-    `repeated`: from there on the candidate was fed the same token again and again.
+    `repeated`: from there on, the candidate was fed a single token repeatedly.
     """
 
     position: int
@@ -39,7 +39,7 @@ class Fork(NamedTuple):
 
 
 class Drift(NamedTuple):
-    """A step of the candidate that ran at another position (`counted`) than in the reference."""
+    """A step that the candidate ran at position `counted`, and the reference at `position`."""
 
     step: int
     position: int
@@ -47,7 +47,7 @@ class Drift(NamedTuple):
 
 
 def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.ndarray, Fork | None]:
-    """Return the positions of both traces, up to the first with different tokens."""
+    """Return the positions that both traces have, up to the fork, and the fork if there is one."""
     shared = np.intersect1d(reference.positions, candidate.positions)
     a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
     differs = np.flatnonzero((a != b) & (a != UNKNOWN_ID) & (b != UNKNOWN_ID))
@@ -61,11 +61,11 @@ def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.n
 def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment, Drift | None]:
     """Return the candidate with the reference's positions if both were fed the same steps.
 
-    A run that rolled back too much or too little goes on at wrong positions: the positions are
-    wrong, not the places of its tokens in the text.
+    A run that rolled back too much or too little continues at wrong positions, but the order of its
+    tokens is right.
     """
     fed, fed_again = ([step["token_ids"] for step in run.steps] for run in (reference, candidate))
-    if not all(fed) or fed != fed_again:  # a model that is given embeddings has no ids
+    if not all(fed) or fed != fed_again:  # a model that is fed embeddings has no ids
         return candidate, None
     firsts, counted = ([step["first_position"] for step in run.steps] for run in (reference, candidate))
     differing = (Drift(step, *both) for step, both in enumerate(zip(firsts, counted, strict=True)) if len({*both}) > 1)
@@ -73,16 +73,16 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
     return Alignment(candidate.trace, candidate.rename, firsts) if drift else candidate, drift
 
 
-# --- how far they are apart -----------------------------------------------------------------------
+# --- differences ----------------------------------------------------------------------------------
 
 
 class Difference:
     """The errors of all tensors of two aligned traces.
 
     `errors[key]` (positions,): relative L2, or 1 if an integer differs; NaN where nothing was
-    compared. `pairs[key]`: both tensors `(positions, features)`. `left_out`: no token axis, or
-    shapes that differ between steps. `reshaped`: other numbers of features. `n_alike`: the number of
-    positions before the first at which an integer output differs, such as chosen experts.
+    compared. `pairs[key]`: both tensors `(positions, features)`. `left_out`: without a token axis,
+    or with shapes that differ between steps. `reshaped`: with other numbers of features. `n_alike`:
+    the number of positions before the first at which an integer output (chosen experts) differs.
     """
 
     def __init__(self, reference: Alignment, candidate: Alignment) -> None:
@@ -115,7 +115,7 @@ class Difference:
         return {key for key, error in self.errors.items() if not (error > 0).any() and not np.isnan(error).all()}
 
     def limit(self, key: Key) -> float:
-        """Return the rounding of a tensor; a wide one may come from narrow ones."""
+        """Return the rounding error of a tensor; float32 values may be computed from bfloat16."""
         runs = self.reference, self.candidate
         return rounding(name for run in runs for name in (run.whole[key].dtype, run.trace.facts["dtype"]))
 
@@ -123,8 +123,8 @@ class Difference:
 def floors(difference: Difference, sound: Iterable[Difference]) -> Floors:
     """Return the largest error of each tensor in sound pairs, at least rounding.
 
-    Where a sound run chose other experts, it is as far off as a wrong one: positions from there on
-    do not count.
+    From the first position at which a sound run chose other experts, its errors are as large as
+    those of a wrong run; these positions are excluded.
     """
     floor = {key: difference.limit(key) for key in difference.errors}
     for pair in sound:
@@ -138,10 +138,10 @@ def floors(difference: Difference, sound: Iterable[Difference]) -> Floors:
 
 
 class Event(NamedTuple):
-    """Tensors seen at once: the inputs or the outputs of a call.
+    """Tensors captured together: the inputs or the outputs of a call.
 
-    `maker` is the module whose code computed them, in the call `scope`; what comes from outside is
-    attributed to the module that received it. `calls`: the calls in which the tensors were seen.
+    `maker` is the module whose code computed them, in the call `scope`; inputs from outside are
+    attributed to the module that received them. `calls`: all calls that contain the event.
     """
 
     maker: str
@@ -152,14 +152,14 @@ class Event(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The events of one forward pass; `same_as[key]`: the last earlier tensor of equal bits."""
+    """The events of one forward pass; `same_as[key]`: the last earlier tensor with equal bits."""
 
     events: list[Event]
     same_as: dict[Key, Key]
 
     @classmethod
     def of(cls, reference: Alignment) -> "Plan":
-        """Plan from the step with most tensors; others keep their places in their steps."""
+        """Use the step with the most tensors; tensors of other steps keep their order there."""
         steps = defaultdict(dict)
         for key, rows in reference.rows.items():
             for row in rows:
@@ -199,7 +199,7 @@ class Deviation(NamedTuple):
     beyond: np.ndarray
 
     def join(self, other: "Deviation") -> "Deviation":
-        """Return the larger errors of both, up to each position: attention sees the past."""
+        """Return the larger errors; those of `other` also count at later positions (attention)."""
         error = np.maximum(self.error, np.maximum.accumulate(other.error))
         return Deviation(error, self.beyond | np.logical_or.accumulate(other.beyond))
 
@@ -207,24 +207,24 @@ class Deviation(NamedTuple):
 def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFrame:
     """Return one row per tensor and token whose error is beyond its floor, as `locate` reads them.
 
-    It is `wrong` if the error of what it was computed from is not beyond the floor, and it is no
-    growth of that error. In runs that compute freely errors travel: by the floor alone, every
-    module after the first wrong one would be blamed.
+    It is `wrong` if the tensor it was computed from is within its floor, and its error is too large
+    to be growth of that tensor's. Errors propagate in these runs: by the floor alone, every module
+    after the first wrong one would be blamed.
     """
     # 1. The error of each tensor, and where it is beyond its floor.
     deviations = {}
     for key, difference_error in difference.errors.items():
         error = np.nan_to_num(difference_error, posinf=np.inf)
         deviations[key] = Deviation(error, error > TIMES_FLOOR * floor[key])
-    # 2. In the order of the run: which errors do not come from what the tensor was computed from?
+    # 2. In run order: which errors do not come from what a tensor was computed from?
     nothing = Deviation(np.zeros(len(difference.positions)), np.zeros(len(difference.positions), bool))
-    inside = defaultdict(lambda: nothing)  # by call: the errors of what was seen in it so far
+    inside = defaultdict(lambda: nothing)  # by call: errors inside it so far
     tensors = []
     for order, event in enumerate(plan.events):
         scope = inside[event.scope]
         compared = [key for key in event.keys if key in deviations]
         for key in compared:
-            # An input is the very tensor that another module computed, if the digests say so.
+            # An input is the output of another module if their digests are equal.
             source = plan.same_as.get(key) if event.is_input else None
             wrong = _wrong_by_itself(deviations[key], deviations.get(source, scope), scope)
             scores = _scores_of(key, event, difference)
@@ -247,17 +247,17 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFra
 
 
 def _wrong_by_itself(deviation: Deviation, origin: Deviation, scope: Deviation) -> np.ndarray:
-    """Tell where a tensor is wrong and its origin is not; `scope`: everything inside so far."""
+    """Return where a tensor is wrong and its origin is not; `scope`: everything inside so far."""
     grown = deviation.error > TIMES_FLOOR * CARRIES * origin.error
     wrong = deviation.beyond & ~origin.beyond & grown
-    # A NaN reaches earlier tokens, too: attention gives a later token the weight 0.
+    # A NaN also reaches earlier tokens: attention multiplies later tokens by 0.
     if np.isinf(scope.error).any():
         wrong &= np.isfinite(deviation.error)
     return wrong
 
 
 def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
-    """Return the output that integers were chosen by, with more values per token, or None."""
+    """Return the scores by which integers were chosen: an output with more values, or None."""
     if key.role != "out" or key not in difference.discrete:
         return None
     features = {item: difference.pairs[item][0].shape[1] for item in event.keys if item in difference.pairs}
@@ -266,9 +266,9 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
 
 
 def excuse_offset(difference: Difference, plan: Plan) -> bool:
-    """Give tensors that differ only by one offset of all positions, and their copies, rounding's error.
+    """Set errors due to a constant position offset to rounding; return whether there are any.
 
-    Attention sees only differences of positions. Returns whether there are any.
+    Attention only sees differences of positions.
     """
     offset = find_offset(difference.pairs)
     for key, source in plan.same_as.items():
