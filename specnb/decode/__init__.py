@@ -1,5 +1,5 @@
-"""Generation of tokens: the loop, acceptance rules, sampling, trees, controllers of K, and stop rules.
+"""Token generation: decoding loops, acceptance rules, sampling, controllers of K, and stop rules.
 
-This package works on token ids and rows of logits only: no files, no experiments, and no clock but
-the round's own.
+This package works on token ids and logits. Models and files belong to `lm`, cost measurements and
+experiments to `measure`.
 """

@@ -1,16 +1,17 @@
 """Acceptance rules for chains and trees of draft tokens, as pure functions.
 
-Rules for sampled chains take the target's probability rows `p_target`, where row i is the target's
-distribution after i drafts (len(draft_ids) + 1 rows). They return the accepted drafts and one extra
-token: a correction after a rejection, or a bonus token after full acceptance. All but `typical`
-preserve the target's distribution exactly. `RULES` lists them by name. Rows are read one by one and
-only as far as needed, so that a lazy sequence saves softmaxes.
+Rules for sampled chains take the target's probability rows `p_target (k + 1, vocab)`, where row i
+is the target's distribution after the first i draft tokens. They return the accepted draft tokens
+and one more token: a correction after a rejection, or a bonus token if all were accepted. All rules
+but `typical` preserve the target's distribution exactly. `RULES` maps names to rules. Rows are read
+one by one, and only as far as needed, so a lazy sequence (`ProbRows`) saves softmaxes.
 
-A tree holds several candidates for one position. Its drafts are deterministic, so each child of a
-node is a point mass. Rejection sampling would try the children one by one (SpecInfer, Miao et al.
-2305.09781, section 4.3): child y is accepted with probability p(y) in total, and the correction is
-distributed as p without the children. Drawing once from p, and following the child with that token
-if there is one, has the same distribution with a single draw. No rule can accept more.
+A tree contains several candidates for one position. Its draft tokens are deterministic, so q is a
+point mass for each child of a node. Rejection sampling would try the children one by one
+(SpecInfer, Miao et al. 2305.09781, section 4.3): child y is accepted with probability p(y) in
+total, and the correction is distributed as p without the children. Drawing once from p, and moving
+to the child with that token if there is one, gives the same distribution. No lossless rule can
+accept more.
 """
 
 from collections import Counter
@@ -28,9 +29,10 @@ from specnb.lm.tree import COMMITTED, Tree
 
 
 class Acceptance(NamedTuple):
-    """The accepted drafts `path`, starting after the newest token, and `next_id`, which follows them.
+    """The accepted draft tokens of a proposal, and the target's token `next_id` that follows them.
 
-    `accept_prob` has an entry for each tested position: the probability that a draft is accepted there.
+    `path` contains the indices of the accepted draft tokens in `Proposal.ids`, in order.
+    `accept_prob` contains, for each tested position, the probability of an acceptance there.
     """
 
     path: tuple[int, ...]
@@ -39,7 +41,7 @@ class Acceptance(NamedTuple):
 
     @classmethod
     def leading(cls, n: int, next_id: int, accept_prob: Sequence[float] = ()) -> "Acceptance":
-        """Accept the first `n` drafts of a chain."""
+        """Accept the first `n` draft tokens of a chain."""
         return cls(tuple(range(n)), next_id, tuple(accept_prob))
 
     @property
@@ -47,18 +49,18 @@ class Acceptance(NamedTuple):
         return len(self.path)
 
 
-# --- chains of sampled drafts ---------------------------------------------------------------------------------------
+# --- chains of sampled draft tokens ---------------------------------------------------------------
 
 
 def token_verification(
     p_target: ProbRows, q_draft: np.ndarray | None, draft_ids: Sequence[int], draws: Draws
 ) -> Acceptance:
-    """Accept token by token: x with probability min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
+    """Accept token x with probability min(1, p(x)/q(x)), else draw from norm(max(p - q, 0)).
 
-    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` are the rows
-    that the drafts were sampled from. Without rows each draft is deterministic, and its q is a point
-    mass: x is accepted with p(x), and the correction is drawn from p without x. (The drafter's softmax
-    is not q, because x was not drawn from it.)
+    Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318. `q_draft (k, vocab)` contains
+    the rows that the draft tokens were sampled from. None means deterministic draft tokens, whose q
+    is a point mass: x is accepted with probability p(x), and the correction is drawn from p without
+    x. (The drafter's softmax is not q, because x was not drawn from it.)
     """
     tested = []
     for i, x in enumerate(draft_ids):
@@ -71,12 +73,12 @@ def token_verification(
 
 
 def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
-    """Verify the block as a whole, with at least as many expected tokens as `token_verification`.
+    """Verify the whole block; the expected length is at least that of `token_verification`.
 
-    Sun et al. 2403.10444, algorithm 2; the distribution is the same. The first i drafts are accepted
-    with weight w_i = min(1, w_{i-1} p(x_i)/q(x_i)). The longest prefix whose test succeeds is accepted,
-    and the correction is drawn from norm(max(w p - q, 0)). `accept_prob[i]` is the test h_{i+1} of
-    prefix i + 1.
+    Sun et al. 2403.10444, algorithm 2. The output distribution is the same. The prefix of i draft
+    tokens has the weight w_i = min(1, w_{i-1} p(x_i)/q(x_i)). The longest prefix whose test
+    succeeds is accepted, and the correction is drawn from norm(max(w_i p - q, 0)). `accept_prob[i]`
+    is the success probability h_{i+1} of the test of prefix i + 1.
     """
     k = len(draft_ids)
     weights = [1.0]
@@ -96,20 +98,21 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
     return Acceptance.leading(kept, draws.categorical(p_target[k] if kept == k else residual(kept)), tests)
 
 
-# --- trees, and greedy chains ---------------------------------------------------------------------------------------
+# --- trees, and greedy chains ---------------------------------------------------------------------
 
 
 def require_trees(target: LanguageModel) -> None:
-    """Raise InputError, before drafting, for a target that cannot verify a tree in one forward pass."""
+    """Raise InputError for a target that cannot verify a tree in one forward pass."""
     if not target.caps.trees:
-        why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes chains of tokens only"
+        why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes only chains of tokens"
         raise InputError(f"{target.name} cannot verify trees of draft tokens: {why}. Draft a chain (--tree chain)")
 
 
 def checked(proposal: Proposal, depth: int) -> Proposal:
-    """Return the tree without the nodes below `depth`, which could not be committed.
+    """Return a proposed tree without nodes of depth `depth` or more, which could not be committed.
 
-    Raises InputError for a tree of another size than its ids, for rows, and for equal children of a node.
+    Raises InputError if the tree and its ids differ in size, if it has rows of `q_draft`, or if two
+    children of a node are the same token.
     """
     tree = proposal.tree
     ids = proposal.ids
@@ -129,9 +132,9 @@ def checked(proposal: Proposal, depth: int) -> Proposal:
 
 
 def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    """Choose from the target's row at each node, as plain decoding would, while that token was drafted.
+    """Pick tokens as plain decoding would, while the tree contains the picked token. Lossless.
 
-    Lossless. `logits (len(ids) + 1, vocab)`: the row after the newest token, then one after each node.
+    `logits (len(ids) + 1, vocab)`: the row after the newest token, then one after each node.
     """
     tree = proposal.tree or Tree.chain(len(proposal.ids))
     node = COMMITTED
@@ -148,15 +151,15 @@ def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acc
         path.append(node)
 
 
-# --- chains and trees, lossy ----------------------------------------------------------------------------------------
+# --- chains and trees, lossy ----------------------------------------------------------------------
 
 
 def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
-    """Accept the longest path of drafts x with p(x) > min(0.09, 0.3 exp(-H(p))). LOSSY.
+    """Accept the longest path of draft tokens x with p(x) > min(0.09, 0.3 exp(-H(p))). LOSSY.
 
-    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1. Of equally long paths the likeliest is
-    accepted, and the extra token is drawn from p. `p_target` holds the rows after the newest token and
-    after each draft.
+    Medusa, Cai et al. 2401.10774, sections 2.3 and 2.3.1; H is the entropy. Among equally long
+    paths, the most likely is accepted. The token after it is drawn from p. `p_target` contains the
+    row after the newest token, then one after each draft token.
     """
     parents = (proposal.tree or Tree.chain(len(proposal.ids))).parents
     paths = {COMMITTED: ()}
@@ -177,10 +180,12 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
     return Acceptance(paths[end], draws.categorical(p_target[end + 1]), (1.0,) * len(paths[end]) + rejected)
 
 
-# --- by name --------------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 Rule = Callable[[np.ndarray, Proposal, Chooser], Acceptance]
-"""Maps target logits `(k + 1, vocab)`, after the newest token and each draft, proposal and chooser to an Acceptance."""
+"""Maps the target's logits, a proposal and a chooser to an Acceptance.
+
+Logits `(k + 1, vocab)`: the row after the newest token, then one after each draft token."""
 
 
 def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
@@ -190,7 +195,8 @@ def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptan
 
 
 def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
-    if proposal.q_draft is None or chooser.sampling.greedy:  # the block rule also accepts point masses with p(x)
+    # The block rule, too, accepts a point mass at x with probability p(x).
+    if proposal.q_draft is None or chooser.sampling.greedy:
         return _token(logits, proposal, chooser)
     return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
 
@@ -200,17 +206,20 @@ RULES: dict[str, Rule] = {
     "block": _block,
     "typical": lambda logits, proposal, chooser: typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws),
 }
-"""Verification rules by name. At temperature 0 `token` and `block` are the greedy rule."""
+"""Acceptance rules by name. At temperature 0, `token` and `block` are both the greedy rule."""
 
 LOSSY = frozenset({"typical"})
 
 
 def rule_of(sampling: Sampling) -> Rule:
-    """Return the rule named by `sampling.rule`. Raises InputError for an unknown name, and `typical` if greedy."""
+    """Return the acceptance rule of `sampling`.
+
+    Raises InputError for an unknown name, and for `typical` at temperature 0.
+    """
     name = sampling.rule
     if callable(name):
         return name
     require_known("verification rule", name, RULES)
     if name in LOSSY and sampling.greedy:
-        raise InputError(f"the rule {name!r} needs a temperature above 0: at 0 the greedy rule is used")
+        raise InputError(f"got rule {name!r} at temperature 0, expected a temperature above 0, or rule 'token'")
     return RULES[name]

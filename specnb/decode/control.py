@@ -1,8 +1,8 @@
-"""Choose how many tokens to draft in the next round, while generating.
+"""Controllers choose the draft length K of each round during generation.
 
-A controller chooses a draft length before a round and may end drafting within it. It never sees the
-target's verdict on the current block: a rule that did would change the output distribution.
-Controllers do not depend on models, so the same object runs live (`loop.speculative`) and along a
+A controller chooses K before a round, and may end drafting early within the round. It never sees
+the target's verdict on the current round, because that would change the output distribution.
+Controllers do not depend on models, so the same class runs live (`loop.speculative`) and along a
 recording (`measure.replay`).
 """
 
@@ -18,7 +18,7 @@ from specnb.errors import require_number
 
 
 def top_probability(logits: np.ndarray) -> float:
-    """Return the largest probability of softmax over raw logits `(vocab,)`: the drafter's confidence.
+    """Return the largest softmax probability of raw logits `(vocab,)`: the drafter's confidence.
 
     >>> round(top_probability(np.log(np.array([0.5, 0.25, 0.25]))), 6)
     0.5
@@ -28,7 +28,7 @@ def top_probability(logits: np.ndarray) -> float:
 
 
 class RoundOutcome(NamedTuple):
-    """A finished round: `n_accepted` of `k` draft tokens were accepted, and `text` was committed."""
+    """A finished round: `n_accepted` of `k` draft tokens were accepted, `text` was committed."""
 
     k: int
     n_accepted: int
@@ -36,33 +36,35 @@ class RoundOutcome(NamedTuple):
 
 
 class Controller:
-    """The interface; the defaults change nothing. `k_max` bounds every draft length."""
+    """Base class. By default, K is `k_max`, the largest draft length, in every round."""
 
     name = "controller"
     k_max = 0
     reads_drafts = False
-    """Whether `goes_on` and `worth_copying` are called. A confidence costs a softmax over the vocabulary per draft."""
+    """Whether `goes_on`, `enough` and `worth_copying` are called.
+
+    The confidence for `goes_on` takes a softmax over the vocabulary per draft token."""
 
     def start(self, prompt: bytes) -> None:
-        """Start a new generation."""
+        """Start a new generation; `prompt` is its text."""
 
     def draft_length(self) -> int:
-        """Return K of the next round, 0 to `k_max`."""
+        """Return K for the next round, 0 to `k_max`."""
         return self.k_max
 
     def goes_on(self, position: int, confidence: float) -> bool:
-        """Return whether to verify the token drafted at 0-based `position` of the block.
+        """Return whether to verify the token drafted at `position` of the round, counted from 0.
 
         `confidence` is the largest probability of its row. False drops the token and ends drafting.
         """
         return True
 
     def enough(self, position: int) -> bool:
-        """Return whether to end drafting after the token at `position`, before another row is computed."""
+        """Return whether to end drafting after `position`, without computing another row."""
         return False
 
     def worth_copying(self, support: int, k: int) -> int:
-        """Return how many of `k` tokens copied after a match of `support` tokens to verify (lookup)."""
+        """Return how many of `k` copied tokens to verify after a match of `support` tokens."""
         return k
 
     def update(self, outcome: RoundOutcome) -> None:
@@ -79,11 +81,11 @@ class FixedK(Controller):
 
 
 class RollingAcceptance(Controller):
-    """The controller of the field report (its section 4): K follows the mean acceptance of recent rounds.
+    """K follows the mean acceptance rate of recent rounds, as in section 4 of the field report.
 
-    Starts at 12 and stays within 4 and 24. If the mean rate of the last 128 rounds is above 0.80 it
-    adds 4, below 0.60 it subtracts 4. A round without drafts counts as rate 0. The rates carry over
-    from one generation to the next.
+    K starts at 12 and stays between 4 and 24. After each round, it rises by 4 if the mean rate of
+    the last 128 rounds is above 0.80, and falls by 4 if it is below 0.60. A round without draft
+    tokens counts as rate 0. K and the rates carry over from one generation to the next.
     """
 
     name = "rolling acceptance"
@@ -105,7 +107,10 @@ class RollingAcceptance(Controller):
 
 
 class ConfidenceStop(Controller):
-    """Draft while the drafter's largest probability, over the full vocabulary, is at least `p_min`."""
+    """Drafts up to `k_max` tokens, while the drafter's largest probability is at least `p_min`.
+
+    The probability is that of a softmax over the full vocabulary, at temperature 1.
+    """
 
     reads_drafts = True
 
@@ -119,7 +124,7 @@ class ConfidenceStop(Controller):
 
 
 class StoppingPicker(Picker):
-    """Picks for a drafter until the controller ends drafting in this round."""
+    """Picks tokens for a drafter until the controller ends drafting in this round."""
 
     def __init__(self, chooser: Picker, control: Controller) -> None:
         self.control = control
@@ -128,7 +133,7 @@ class StoppingPicker(Picker):
         self._position = 0
 
     def pick(self, logits):
-        picked = self._chooser.pick(logits)  # first, so that a row that is not finite is refused
+        picked = self._chooser.pick(logits)  # first, so that a non-finite row is detected
         return picked if picked and self._goes_on(logits) else None
 
     def best(self, logits):
@@ -147,9 +152,10 @@ class StoppingPicker(Picker):
 
 
 class WatchingPicker(Chooser):
-    """Picks greedily and takes all copies; records the `beliefs` of rows and the `support` of a match.
+    """Picks greedily, never ends drafting, and records what a controller would read.
 
-    `beliefs` are the rows' largest probabilities, `support` is the length of the match in tokens.
+    `beliefs` are the largest probabilities of the rows, `support` is the length of the match in
+    tokens.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The cost-aware controller: K from measured costs and recent acceptance."""
+"""The cost-aware controller: it chooses K by measured costs and recent acceptance rates."""
 
 from collections.abc import Sequence
 
@@ -7,48 +7,51 @@ import numpy as np
 from specnb.decode.control import Controller, RoundOutcome
 
 TRY = 3
-"""Rounds of a trial of drafting while plain decoding seems faster."""
+"""Number of rounds in a trial of drafting, made while plain decoding seems faster."""
 LOSS = 0.01
-"""Share of the time that trials may cost."""
+"""Largest share of the time that trials may lose."""
 PRIOR = 0.7
-"""Prior acceptance rate of a draft."""
+"""Prior acceptance rate of a draft token."""
 WEIGHT = 2.0
-"""Weight of a prior, in drafts."""
+"""Weight of a prior, in draft tokens."""
 FADE = 1.0 - 1.0 / 60
-"""Estimates are averages over about 60 rounds."""
+"""Decay per round: estimates average about 60 rounds."""
 
 TOP_EDGES = (0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.97)
 TOP_PRIOR = (0.53, 0.58, 0.64, 0.71, 0.79, 0.86, 0.93, 0.97, 0.99)
-"""Prior acceptance rates by largest probability, halfway between it and 1.
+"""Prior acceptance rates by the drafter's largest probability: halfway between it and 1.
 
-Sampled drafts are accepted more often than that probability, greedy ones about as often.
+Sampled draft tokens are accepted more often than this probability, greedy ones about as often.
 """
 
 MATCH_EDGES = (1, 2, 3, 5, 8, 12, 20)
 MATCH_PRIOR = (0.14, 0.36, 0.63, 0.79, 0.95, 0.96, 0.98, 0.99)
-"""Prior acceptance rates by match length (1, 2, 3, 4-5, 6-8, ... tokens), fitted on half of the shipped trace."""
+"""Prior acceptance rates by match length (1, 2, 3, 4-5, 6-8, ... tokens).
+
+They were fitted on half of the shipped trace."""
 
 
 class CostAware(Controller):
     """Drafts while a draft token is expected to save more time than it costs.
 
-    A round with K drafts takes verify_s[K + 1] + K draft_s seconds and commits
-    1 + sum_j prod_{i<=j} alpha_i tokens (Leviathan et al. 2211.17192, with a measured cost curve in
-    place of T(K + 1) = T(1), and an alpha for each position). What is known about a draft depends on
-    the drafter; `rate` is the tokens per second of recent drafting rounds:
+    A round with K draft tokens takes verify_s[K + 1] + K draft_s seconds. The expected number of
+    committed tokens is 1 + sum_{j<=K} prod_{i<=j} alpha_i (Leviathan et al. 2211.17192, with a
+    measured cost curve instead of T(K + 1) = T(1), and one alpha per position). How K is chosen
+    depends on the drafter. `rate` is the tokens per second of recent drafting rounds.
 
-    * Prompt lookup: acceptance rates are learned by the length of the match, which grows with each
-      accepted token. It verifies the number of tokens that gains most over rate * the increase of T.
-    * A draft model: acceptance rates are learned by the model's largest probability. Let P be the
-      probability that a token is reached and accepted. The token is verified if P pays for the wider
-      forward pass (P >= rate * the slope of T), and another is drafted if P times the usual alpha
-      pays for the draft step as well.
-    * Any other drafter: K has the highest expected rate.
+    * Prompt lookup: acceptance rates are learned by match length, which grows by 1 with each
+      accepted token. n tokens are verified, where n maximizes the expected number of accepted
+      tokens minus rate * (T(n + 1) - T(1)).
+    * Draft model or trained heads: acceptance rates are learned by the row's largest probability.
+      Let P be the probability that a token is reached and accepted. The token is verified if P pays
+      for the wider forward pass (P >= rate * slope of T). Another token is drafted if P times the
+      alpha of the next position also pays for the draft step.
+    * Any other drafter: K maximizes the expected rate.
 
-    Estimates decay toward an optimistic PRIOR, because nothing is learned from drafts that are never
-    made. If plain decoding is faster, K is 0. Drafting is tried again for TRY rounds after `patience`
-    tokens, or later, so that trials that lost time cost at most the share LOSS. What was learned
-    carries over from one generation to the next.
+    Estimates decay toward optimistic priors, because nothing is learned from tokens that are not
+    drafted. If plain decoding is faster, K is 0. Drafting is tried again for TRY rounds after
+    `patience` tokens, or later if a trial lost time, so that trials lose at most the share LOSS of
+    the time. Estimates carry over from one generation to the next.
     """
 
     name = "cost-aware"
@@ -60,9 +63,9 @@ class CostAware(Controller):
     ) -> None:  # fmt: skip
         """Set the costs.
 
-        `verify_s[n]` are the seconds of a target forward pass over n tokens, n = 0 to k_max + 1, and
-        `draft_s` those of one draft step. `expected` are the prior acceptance rates by position,
-        by default PRIOR.
+        `verify_s[n]` is T(n), the time of a target forward pass over n tokens, 0 <= n <= k_max + 1.
+        `draft_s` is the time of one draft step. Both are in seconds, or both in plain steps.
+        `expected` are the prior acceptance rates by position, by default PRIOR.
         """
         self.k_max = len(verify_s) - 2
         self._verify = np.asarray(verify_s, dtype=float)
@@ -72,7 +75,8 @@ class CostAware(Controller):
         self.remeasure()
         self._calibration = Calibration(TOP_EDGES, TOP_PRIOR)
         self._copied = Calibration(MATCH_EDGES, MATCH_PRIOR)
-        self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT  # tokens and seconds of recent drafting rounds
+        # tokens and seconds of recent drafting rounds
+        self._recent = np.array([1 + PRIOR, self._verify[1]]) * WEIGHT
         self._plain = 0  # tokens since drafting stopped
         self._trying = 0  # remaining rounds of a trial
         self._lost = 0.0  # time lost by the last trial, in plain steps
@@ -80,10 +84,10 @@ class CostAware(Controller):
         self.start(b"")
 
     def remeasure(self) -> None:
-        """Recompute what depends on `verify_s`, which a router corrects.
+        """Recompute `_slope` after a router has corrected `verify_s`.
 
-        `_slope[n]` is the smallest cost per token, in seconds, of extending a block of n tokens to any
-        longer one; index 0 is unused.
+        `_slope[n]` is the smallest time per additional token of extending a forward pass over n
+        tokens to any wider one, at least 0. Index 0 is unused.
         """
         t = self._verify
         n = len(self._verify)
@@ -91,15 +95,16 @@ class CostAware(Controller):
         self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
     def seed_rate(self) -> None:
-        """Start from the rate that the prior acceptance rates predict."""
+        """Set the recent rate to the one that the prior acceptance rates predict."""
         self._recent[0] = self._positions.rates(self._verify, self.draft_s).max() * self._recent[1]
 
     def start(self, prompt):
-        """Keep what was learned; find out anew what this drafter reports."""
+        """Start a generation: keep the estimates, and detect again what the drafter reports."""
         self._copying = False
         self._steps = 0
         self._reached = 1.0
-        self._bins: list[int] | None = None  # of this round's drafts; None for a drafter without rows
+        # calibration bins of this round's draft tokens; None if the drafter reports nothing
+        self._bins: list[int] | None = None
 
     def draft_length(self):
         if self._copying:
@@ -177,13 +182,13 @@ class CostAware(Controller):
 
 
 class Positions:
-    """Acceptance rates by position, and the share of rounds with drafts."""
+    """Acceptance rates by position, and the share of rounds with draft tokens."""
 
     def __init__(self, k_max: int, expected: Sequence[float] = ()) -> None:
-        """Set the prior rates `expected` by position; the last one holds for all further positions."""
+        """Set the prior rates by position; the last of `expected` holds for all later positions."""
         self._kept = np.zeros(k_max)
         self._tested = np.zeros(k_max)
-        self._offers = np.array([WEIGHT, WEIGHT])  # rounds with drafts, rounds
+        self._offers = np.array([WEIGHT, WEIGHT])  # rounds with draft tokens, all rounds
         self._expected = np.pad(expected, (0, k_max), "edge")[:k_max] if len(expected) else None
         self.alpha = np.full(k_max, PRIOR) if self._expected is None else self._expected.copy()
 
@@ -197,11 +202,12 @@ class Positions:
         self._tested[: min(outcome.n_accepted + 1, outcome.k)] += 1
         before = PRIOR
         for j, (kept, tested) in enumerate(zip(self._kept, self._tested, strict=True)):
-            prior = before if self._expected is None else self._expected[j]  # else the previous position's
+            # without `expected`, the prior is the estimate of the previous position
+            prior = before if self._expected is None else self._expected[j]
             self.alpha[j] = before = (kept + WEIGHT * prior) / (tested + WEIGHT)
 
     def rates(self, verify_s: np.ndarray, draft_s: float) -> np.ndarray:
-        """Return the expected tokens per second for K = 0 to k_max."""
+        """Return the expected tokens per second for K = 0 to k_max, `(k_max + 1,)`."""
         tokens = np.concatenate([[0.0], np.cumsum(np.cumprod(self.alpha))])
         seconds = verify_s[1:] + draft_s * np.arange(len(tokens))
         share = self._offers[0] / self._offers[1]
@@ -209,7 +215,7 @@ class Positions:
 
 
 class Calibration:
-    """Acceptance rates by a number that is known before verification: a probability or a match length."""
+    """Acceptance rates by a quantity known before verification: a probability or a match length."""
 
     def __init__(self, edges: Sequence[float], prior: Sequence[float]) -> None:
         self._edges = edges
@@ -230,16 +236,16 @@ class Calibration:
             self._tested[at] += 1.0
 
     def forget(self, at: int) -> None:
-        """Decay a bin, so that one whose drafts are dropped is eventually tested again."""
+        """Decay a bin toward its prior, so that one whose tokens are dropped is tested again."""
         self._kept[at] *= FADE
         self._tested[at] *= FADE
 
 
 def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
-    """Return the acceptance rate, equal at all positions, above which some K pays; NaN if none does.
+    """Return the acceptance rate, equal at all positions, above which a K pays; NaN if none does.
 
-    `rounds` are the costs of rounds with 1, 2, ... drafts, in plain steps. `share` is the speed of
-    plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
+    `rounds[k - 1]` is the cost of a round with k draft tokens, in plain steps. `share` is the speed
+    of plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
 
     >>> round(break_even([1.5, 2.0]), 1)
     0.5

@@ -1,4 +1,4 @@
-"""Generate from one prompt: the call that notebooks and the command line make."""
+"""Generate from one prompt. Notebooks and the command line call `generate`."""
 
 from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from specnb.prompts import Prompt
 
 DRAFT_LENGTH = 4
-"""Default K of a drafter of chains."""
+"""Default K for drafters of chains."""
 
 PromptLike: TypeAlias = "str | Prompt | Sequence[int] | Sequence[Mapping[str, str]]"
 """Text, a prompt of `specnb.prompts`, token ids, or chat messages with role and content."""
@@ -40,21 +40,22 @@ def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
         is_chat = parts and all(isinstance(part, Mapping) for part in parts)
         return parts if is_chat else tuple(map(index, parts))
     except TypeError as error:
-        raise InputError(f"a prompt is text, messages or token ids (int), got {prompt!r:.200}") from error
+        raise InputError(f"got the prompt {prompt!r:.200}, expected text, messages or token ids (int)") from error
 
 
 def encode_open(model: LanguageModel, text: str) -> list[int]:
-    """Return the token ids of a text to be continued, without the EOS that some tokenizers append."""
+    """Return the token ids of a text to continue, without the EOS that some tokenizers append."""
     ids = model.encode(text)
-    after = model.encode("")[model.vocab.add_bos :]  # what is added to any text, without BOS
+    after = model.encode("")[model.vocab.add_bos :]  # what the tokenizer appends to any text
     return ids[: -len(after)] if ids[-len(after) :] == after else ids
 
 
 def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
-    """Return the token ids of a prompt: text as it is, messages rendered by the chat template, ids unchanged.
+    """Return the token ids of a prompt.
 
-    Text starts with BOS if the model's tokenizer adds it, and empty text with BOS if the model has
-    one. No EOS is appended. Raises InputError as `checked_prompt`, and if there is no chat template.
+    Messages are rendered by the chat template, and ids are unchanged. Text starts with BOS if the
+    tokenizer adds it; empty text becomes BOS if the model has one. No EOS is appended. Raises
+    InputError for an invalid prompt, and for messages without a chat template.
     """
     prompt = checked_prompt(prompt)
     vocab = target.vocab
@@ -65,16 +66,16 @@ def prompt_ids(target: LanguageModel, prompt: PromptLike) -> tuple[int, ...]:
     from specnb.lm import chat
 
     ids = encode_open(target, chat.render_chat(vocab, prompt))
-    # many templates write the BOS token that encode adds as well, and models are trained on one
+    # Many templates write the BOS token, and `encode` adds it again. Models are trained with one.
     if vocab.add_bos and ids[:2] == [vocab.bos] * 2:
         del ids[0]
     return tuple(ids)
 
 
 class TextStream:
-    """Decodes a generation while it is written, as pieces `(text, whether it is an accepted draft)`.
+    """Decodes tokens during generation to pieces `(text, whether it is an accepted draft token)`.
 
-    An incomplete character is held back until its other bytes come. Stop strings are not cut off.
+    An incomplete character waits for its remaining bytes. Stop strings are not removed.
     """
 
     def __init__(self, vocab: Vocabulary) -> None:
@@ -94,9 +95,9 @@ def checked_settings(
     ignore_eog: bool | None = False,
     **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """Check the settings of `generate`, each with None as its default, before a model is opened.
+    """Check the settings of `generate` before a model is opened. None is the default of each.
 
-    Raises InputError.
+    The returned controller is None if `k` is None. Raises InputError.
     """
     settings = Sampling(**{name: value for name, value in sampling.items() if value is not None})
     rule_of(settings)
@@ -125,19 +126,21 @@ def generate(
     strict: bool = False,
     on_round: Callable[[Round], object] | None = None,
 ) -> Generation:
-    """Continue `prompt` with `target`; with a `drafter` speculatively, with `k` draft tokens per round.
+    """Continue `prompt` with `target`, speculatively if there is a `drafter`.
 
-    `k` may be a controller, which chooses the draft length of each round (`decode.control`). None
-    means 4, or the whole tree of a drafter of trees, of which a smaller number takes the best nodes.
+    `k` is the number of draft tokens per round, or a controller that chooses it in each round
+    (`decode.control`). The default is 4. A drafter of trees drafts its whole tree by default, or
+    its best `k` nodes; the drafter `auto` chooses K itself, at most `k`.
 
-    `target` and `drafter` are opened models or names (`specnb.load`; for the drafter also the names in
-    `registry.DRAFTERS`, such as "lookup", "self" and "medusa"). Models that are opened here are closed
-    here. If a draft model cannot be loaded, or its logits are not finite, generation continues without
-    it, and the record gives the reason in `fallback`; with `strict` both are errors. `rule` is token,
-    block or typical (lossy), or an `accept.Rule`. `on_round` is called after each round; its time is
-    not counted. None is the default of each setting.
+    `target` and `drafter` are opened models or names (see `specnb.load`). A drafter may also be a
+    name in `registry.DRAFTERS`, such as "lookup", "self" or "medusa". Models opened here are closed
+    here. If a drafter cannot be loaded, or its logits are not finite, generation continues without
+    it, and `fallback` contains the reason; with `strict`, both are errors. `rule` is "token",
+    "block" or "typical" (lossy), or an `accept.Rule`. `on_round` is called after each round; its
+    time is not counted. None is the default of each setting.
 
-    Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits.
+    Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits, and what `load` raises
+    for the target.
 
     >>> from specnb.lm import toy
     >>> target = toy.markov(8, seed=1)  # a model with 8 tokens; or a name such as "smollm2-135m"
@@ -160,7 +163,7 @@ def generate(
         nodes = drafter.tree_nodes if drafter else 0
         if control is None:
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
-        elif control is k and nodes:  # controllers choose draft by draft along a chain
+        elif control is k and nodes:  # controllers only choose the length of chains
             raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
@@ -205,11 +208,11 @@ def generate(
 
 
 def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> Drafter | None:
-    """Return the drafter, checked against the target; an opened model becomes a drafter."""
+    """Check that the drafter fits the target, and return it; an opened model becomes a drafter."""
     if drafter is None:
         return None
     if isinstance(drafter, LanguageModel):
-        from specnb.draft.model import ModelDrafter  # other drafters do without
+        from specnb.draft.model import ModelDrafter  # other drafters do not need it
 
         drafter = ModelDrafter(drafter)
     if not isinstance(drafter, Drafter):
@@ -218,7 +221,7 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
         raise InputError(f"{target.name} cannot be its own drafter, because it has one state: load it a second time")
     if drafter.target not in (None, target):
         raise InputError(
-            f"{drafter.name} reads hidden states of {drafter.target.name}, another opened model: open the target once"
+            f"{drafter.name} reads hidden states of another opened {drafter.target.name}: open the target only once"
         )
     if drafter.tree_nodes:
         require_trees(target)

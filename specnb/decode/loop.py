@@ -1,10 +1,10 @@
-"""The two loops, plain and speculative decoding, and when they end.
+"""The two loops, plain and speculative decoding, and when they stop.
 
-Both work on ids, yield one `Round` per cycle, and keep one invariant between cycles: the target's
-state holds every token so far but the newest, which the next forward pass feeds. Only the first cycle
-finds the newest token in the state, because `prefill` feeds the whole prompt and returns the logits
-after it. A generation of n tokens therefore costs n - 1 plain steps. The loops do not depend on
-backends, text or kinds of drafters.
+Both loops work on token ids and yield one `Round` per cycle. They maintain one invariant between
+cycles: the target's state contains every token so far except the newest, which the next forward
+pass processes. The first cycle is the exception: `prefill` processes the whole prompt, including
+the newest token, and returns the logits after it. Plain decoding of n tokens therefore takes n - 1
+steps. The loops do not depend on the engine or the kind of drafter.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,19 +25,19 @@ from specnb.lm.vocab import Vocabulary
 from specnb.records import Round, StopReason
 
 NOTHING = Proposal(())
-"""A round without drafts."""
+"""The proposal of a round without draft tokens."""
 
 ROW_TOLERANCE = 1e-3
-"""How far the sum of a q_draft row may be from 1: rounding in half precision."""
+"""Largest deviation of the sum of a q_draft row from 1, for rounding in half precision."""
 
 
 def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
-    """Feed the whole prompt to the target, start the drafter, and return the logits after it, `(1, vocab)`.
+    """Process the prompt, start the drafter, and return the logits after the prompt, `(1, vocab)`.
 
-    Raises InputError (empty prompt), CapacityError (prompt longer than the context).
+    Resets the target. Raises InputError (empty prompt), CapacityError (longer than the context).
     """
     if len(prompt_ids) == 0:
-        raise InputError("the prompt has no tokens, and the model has no BOS token: give at least one token")
+        raise InputError("got a prompt without tokens, expected at least one token: give a longer prompt")
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
@@ -53,7 +53,11 @@ def autoregressive(
     chooser: Chooser,
     stopping: "Stopping",
 ) -> Iterator[Round]:
-    """Decode plainly, one token per forward pass, from what `prefill` returned. Every round has k = 0."""
+    """Decode plainly, one token per forward pass. Every round has k = 0.
+
+    `after_prompt (1, vocab)` are the logits from `prefill`. Raises NonFiniteLogits, and StateError
+    if something else used the target.
+    """
     tokens = list(prompt_ids)
     for index in count():
         if stopping.ended(len(tokens), target.caps.n_ctx):
@@ -87,32 +91,34 @@ def speculative(
 ) -> Iterator[Round]:
     """Decode speculatively: draft up to K tokens, verify them in ONE forward pass, commit, rewind.
 
-    A round with K = 3. The state holds tokens 0..5, token 6 is the newest, x7 and x8 are right, x9 is not:
+    A round with K = 3. The state contains tokens 0..5, and token 6 is the newest. The target
+    accepts x7 and x8, but not x9:
 
         draft     x7  x8  x9
-        forward   6   x7  x8  x9     ONE call, logits (4, vocab): row i is the target's after i drafts
-        verdict       ok  ok  no     n_accepted = 2; row 2 gives the correction y9
-        commit    x7  x8  y9         three tokens for one call of the target
-        rewind    1                  the state holds 0..8, y9 is the newest
+        forward   6   x7  x8  x9     ONE pass, logits (4, vocab): row i follows i draft tokens
+        verify        ok  ok  no     n_accepted = 2; row 2 gives the correction y9
+        commit    x7  x8  y9         three tokens for one forward pass of the target
+        rewind    1                  the state contains 0..8, y9 is the newest
 
-    Leviathan et al. 2211.17192, algorithm 1. `control` chooses K, `after_prompt` is what `prefill`
-    returned, and the acceptance rule is that of `chooser.sampling`. With a lossless rule the tokens are
-    those of `autoregressive` if greedy, and have the same distribution otherwise. The drafter decides
-    whether the drafts are a chain or a tree.
+    Leviathan et al. 2211.17192, algorithm 1. `control` chooses K, `after_prompt (1, vocab)` are the
+    logits from `prefill`, and `chooser.sampling` has the acceptance rule. With a lossless rule,
+    greedy tokens equal those of `autoregressive`, and sampled tokens have the same distribution.
+    The drafter decides whether its tokens form a chain or a tree.
 
-    Raises NonFiniteLogits for rows of the target, and with `strict` for rows of the drafter. Without
-    `strict`, drafting ends at such a row for the rest of the text, and `stopping.drafting_failed` has
-    the reason.
+    Raises NonFiniteLogits for rows of the target, and with `strict` also for rows of the drafter.
+    Without `strict`, such a row ends drafting for the rest of the text, and
+    `stopping.drafting_failed` is the reason. Raises InputError for an invalid proposal, and
+    StateError as `autoregressive`.
     """
     rule = accept.rule_of(chooser.sampling)
-    tokens = list(prompt_ids)  # the caller's list stays unchanged, and drafters get a read-only view
+    tokens = list(prompt_ids)  # a copy of the caller's list; drafters get a read-only view
     view = TokenView(tokens)
     control.start(target.vocab.raw_bytes(tokens))
     for index in count():
         if stopping.ended(len(tokens), target.caps.n_ctx):
             return
         began = perf_counter()
-        # 1. Draft, within the context and the widest forward pass, and along a path within the length limit.
+        # 1. Draft, within the limits of the context, of the forward pass, and of the generation.
         limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
         if stopping.drafting_failed:
             limit = 0
@@ -129,12 +135,12 @@ def speculative(
             if strict:
                 raise NonFiniteLogits(stopping.drafting_failed) from drafting.failure
         drafted = perf_counter()
-        # 2. Verify all drafts in one forward pass.
+        # 2. Verify all draft tokens in one forward pass.
         ahead = after_prompt if index == 0 else None
         _require_state(target, tokens, ahead)
         logits = _logits(target, tokens, proposal, ahead)
         verified = perf_counter()
-        # 3. Accept some of them, add one token of the target, and commit.
+        # 3. Accept some of them, add one token from the target, and commit.
         try:
             verdict = rule(logits, proposal, chooser)
         except NonFiniteLogits as error:
@@ -144,8 +150,8 @@ def speculative(
         n_accepted = min(len(verdict.path), len(committed))  # fewer if generation ends within them
         control.update(RoundOutcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
         accepted_at = perf_counter()
-        # 4. Roll back both models. The target holds the old tokens and all drafts: keep the committed ones but the
-        # newest, so that its state is again every token but the newest. The drafter does the same.
+        # 4. Roll back target and drafter: remove the draft tokens that were not committed, so that
+        # the target's state again contains every token except the newest.
         _keep(target, proposal, verdict.path[: len(committed) - 1], ahead)
         if not stopping.drafting_failed:
             drafter.commit(view)
@@ -156,7 +162,7 @@ def speculative(
             n_accepted=n_accepted,
             draft_ids=proposal.ids,
             committed_ids=committed,
-            accept_prob=verdict.accept_prob[: len(committed)],  # of the positions that the generation reached
+            accept_prob=verdict.accept_prob[: len(committed)],  # of the positions reached
             draft_s=drafted - began,
             verify_s=verified - drafted,
             rewind_s=rewound - accepted_at,
@@ -170,10 +176,10 @@ def speculative(
 def _proposed(
     target: LanguageModel, drafter: Drafter, view: TokenView, limit: int, depth: int, picker: Picker
 ) -> Proposal:
-    """Return up to `limit` drafts, none deeper than `depth` positions.
+    """Return a proposal of up to `limit` draft tokens, at most `depth` positions deep.
 
-    More drafts would be recorded under a wrong K, or exceed the context; deeper ones could not be
-    committed.
+    Deeper nodes of a tree are dropped, because they could not be committed. Raises InputError if
+    the drafter proposes more, which would be recorded under a wrong K, or exceed the context.
     """
     asked = limit if drafter.tree_nodes else min(limit, depth)
     proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
@@ -188,7 +194,7 @@ def _proposed(
 
 
 def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -> None:
-    """Raise InputError for rows that the drafts cannot be drawn from, because rules would always accept these."""
+    """Raise InputError for invalid `q_draft`: a token with q = 0 would always be accepted."""
     rows = proposal.q_draft
     expected = (len(proposal.ids), target.vocab.size)
     if rows.shape != expected:
@@ -196,13 +202,13 @@ def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -
     sums = rows.sum(axis=1)
     chances = rows[range(len(rows)), proposal.ids]
     if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
-        raise InputError(f"drafter {drafter.name} reports rows with q = {chances} at its drafts, which sum to {sums}")
+        raise InputError(f"got q = {chances} and row sums {sums} from {drafter.name}, expected q > 0 and sums of 1")
 
 
 def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
-    """Return the logits after the newest token and each draft, `(len(drafts) + 1, vocab)`, in one forward pass.
+    """Return the logits after the newest token and after each draft token, `(k + 1, vocab)`.
 
-    `ahead` is the first of these rows if the newest token is already in the state.
+    Runs one forward pass. `ahead` is the first row if the newest token is already in the state.
     """
     ids = proposal.ids
     tree = proposal.tree
@@ -216,7 +222,7 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
 
 
 def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None) -> None:
-    """Keep the newest token and the drafts on `path` in the target's state; remove the other drafts."""
+    """Keep the newest token and the draft tokens on `path` in the state; remove the others."""
     if proposal.tree is None:
         target.rewind(len(proposal.ids) - len(path))
     elif ahead is None:  # the tree that was fed is rooted in the newest token
@@ -226,35 +232,36 @@ def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead:
 
 
 def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray | None) -> None:
-    """Check the loops' invariant, because another user of the model would silently change the output."""
+    """Raise StateError if something else used the target, which would change the output."""
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
-        used = f"{target.name} holds {target.n_past} tokens, but this generation left {held} there"
-        raise StateError(f"{used}: another generation or the drafter used it. Load it once for each of them")
+        used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
+        raise StateError(f"{used}: another generation or the drafter used it. Load the model once for each of them")
 
 
 def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:
-    """Return the drafts before the first row of `logits` that is not finite."""
+    """Return the draft tokens before the first non-finite row of `logits`."""
     bad = int(np.argmax(~np.isfinite(logits.max(axis=1))))
     path = range(bad) if proposal.tree is None else proposal.tree.path(bad - 1)
     return [proposal.ids[node] for node in path]
 
 
 def _located(error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]) -> NonFiniteLogits:
-    """Return the error with position and module, for a row after `fed` that is not finite."""
+    """Return the error of a non-finite row after `fed`, with its position and the module added."""
     layer = model.locate_nonfinite(fed) or "none that can be named here"
     where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 
-# --- when a generation ends -----------------------------------------------------------------------------------------
+# --- when a generation ends -----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StopRules:
-    """End at an end-of-generation token (unless `ignore_eog`), after `max_new_tokens`, or once a stop string appears.
+    """Generation ends at an end-of-generation token, after `max_new_tokens`, or at a stop string.
 
-    The end-of-generation token is part of the generated ids; a stop string is not part of the text.
+    With `ignore_eog`, it does not end at that token. The end-of-generation token is part of the
+    generated ids; a stop string is not part of the text. Raises InputError for invalid values.
     """
 
     max_new_tokens: int = 128
@@ -263,15 +270,15 @@ class StopRules:
 
     def __post_init__(self) -> None:
         require_number("max_new_tokens", self.max_new_tokens, Integral, 0)
-        # half a surrogate pair has no bytes; a command line gives it for bytes that are no UTF-8
+        # Command-line bytes that are not UTF-8 become lone surrogates, which cannot be encoded.
         if bad := [s for s in self.stop_strings if not s or str(s).encode(errors="ignore").decode() != s]:
-            raise InputError(f"a stop string must be text in UTF-8 and not empty, got {bad[0]!a}")
+            raise InputError(f"got the stop string {bad[0]!a}, expected a text in UTF-8 that is not empty")
 
 
 class Stopping:
-    """Decides token by token when to stop, so that a block ends where single steps would.
+    """Decides token by token when to stop, so that a round ends where single steps would.
 
-    `reason` is set at the end, and `drafting_failed` if drafting ended earlier (see `speculative`).
+    `reason` is set at the end, and `drafting_failed` if drafting ends earlier (see `speculative`).
     """
 
     def __init__(self, rules: StopRules, vocab: Vocabulary) -> None:
@@ -289,13 +296,13 @@ class Stopping:
         return self._rules.max_new_tokens - self._count
 
     def ended(self, n_tokens: int, n_ctx: int) -> bool:
-        """Return whether generation is over, or the context has no room for a pass after `n_tokens`."""
+        """Return whether generation has ended; it also ends if `n_tokens` exceed the context."""
         if self.reason is None and n_tokens > n_ctx:
             self.reason = "context"
         return self.reason is not None
 
     def admit(self, ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the leading part of `ids` that belongs to the generation; set `reason` if it ends there."""
+        """Return `ids` up to the end of the generation; set `reason` if it ends among them."""
         for n, token in enumerate(ids, start=1):
             self._count += 1
             self.reason = self._reason_after(token)
@@ -307,7 +314,8 @@ class Stopping:
         if token in self._vocab.eog and not self._rules.ignore_eog:
             return "eog"
         if self._strings:
-            piece = b"" if token in self._vocab.eog else self._vocab.piece(token)  # an ignored end is not shown
+            # an ignored end-of-generation token has no text
+            piece = b"" if token in self._vocab.eog else self._vocab.piece(token)
             self._text += piece
             newest = self._text[-len(piece) - max(map(len, self._strings)) :]
             if any(s in newest for s in self._strings):

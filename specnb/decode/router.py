@@ -1,21 +1,22 @@
 """The drafter `auto`: in each round it drafts with the fastest of several drafters, or not at all.
 
-A round of k draft tokens by drafter d costs C(d, k) = T(k + 1) + k draft_s, and commits the accepted
-tokens and one more. Prompt lookup drafts in every round, and is scored once the text is known, even
-in rounds that did not use its drafts (HedgeSpec, 2510.20064). Any other drafter is scored in the
-rounds it drafted, and chooses its K as `CostAware` does.
+A round with k draft tokens by drafter d takes C(d, k) = T(k + 1) + k draft_s seconds, and commits
+the accepted tokens plus one. Prompt lookup proposes tokens in every round, and is scored once the
+text is known, even if the round did not use its tokens (HedgeSpec, 2510.20064). Any other drafter
+is scored only in rounds in which it drafted, and chooses its K as `CostAware` does.
 
-The ledger bounds the loss. A text starts with a budget of b seconds, which never exceeds B. Each
-round adds the time saved and eps of the time of plain decoding, and subtracts the time lost. A round
-commits at least one token, so it loses at most C - T(1); if that exceeds the budget, it drafts
-nothing. For any text and any drafters therefore (conservative bandits, Wu et al. 1602.04282)
+The ledger bounds the time lost. A text starts with a budget of b seconds, which never exceeds B.
+Each round adds the time saved and a share eps of the time of plain decoding, and subtracts the time
+lost. A round commits at least one token, so it loses at most C - T(1). If that exceeds the part of
+the budget that a round may risk, nothing is drafted. For any text and any drafters, it follows that
+(conservative bandits, Wu et al. 1602.04282)
 
-    seconds <= (1 + eps) plain + b + the largest excess of one round's seconds over its estimate,
+    seconds <= (1 + eps) plain + b + the largest excess of one round's seconds over its estimate.
 
-and with B in place of b the same holds from any round on. T(1) is the last single step, or less:
-verify_s T(1)/T(k + 1) of the round itself, where T(n)/T(1) is corrected as rounds go by. The first
-pass after the prefill is a plain step. It is slow at any width, because caches are cold, so T(n) is
-not learned from it.
+From any later round on, the same holds with B instead of b. T(1) is the time of the last single
+step, or verify_s T(1)/T(k + 1) of the current round if that is less; T(n)/T(1) is corrected round
+by round. The first pass after the prefill is a plain step. Because caches are cold, it is slow at
+any width, so T(n) is not learned from it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,22 +31,22 @@ from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.draft.model import n_common
 
 EPS = 0.01
-"""Share of plain decoding's time that may be lost."""
+"""Share of the time of plain decoding that may be lost."""
 GRACE = 2.0
-"""The loss budget at the start of a text, b, in plain steps."""
+"""Loss budget b at the start of a text, in plain steps."""
 MOST_HELD = 8.0
-"""The largest loss budget, B, in plain steps."""
+"""Largest loss budget B, in plain steps."""
 RISKED = 0.5
-"""Share of the loss budget that one round may risk, so that one rejected draft does not end drafting in a text."""
+"""Share of the loss budget that one round may risk, so that one rejection does not end drafting."""
 CAUTION = 1.1
-"""Factor by which a round may take longer than the last ones predict, and a plain step less."""
+"""Safety factor: a round may take this many times its estimate, and a plain step 1/CAUTION."""
 
 
 class Ledger:
-    """The loss budget: seconds that may still be lost (`held_s`), and the totals it follows from.
+    """The loss budget: `held_s`, the seconds that the text may still lose, and totals of all texts.
 
-    `plain_s` are the seconds plain decoding would have taken, `spent_s` the seconds spent, and
-    `excess_s` is the largest excess of one round's seconds over its estimate.
+    `plain_s` is the time that plain decoding would have taken, `spent_s` the time spent, and
+    `excess_s` the largest excess of one round's time over its estimate, all in seconds.
     """
 
     def __init__(self, step_s: float) -> None:
@@ -55,12 +56,12 @@ class Ledger:
         self.start(step_s)
 
     def start(self, step_s: float) -> None:
-        """Start a text with a fresh budget, whatever earlier texts won or lost. A plain step takes `step_s`."""
+        """Start a text with a new budget, independent of earlier texts; `step_s` is T(1)."""
         self.held_s = GRACE * step_s
         self.most_s = MOST_HELD * step_s
 
     def book(self, spent_s: float, plain_s: float, estimate_s: float) -> None:
-        """Book a round: its seconds, those of plain decoding for its tokens, and its estimate."""
+        """Record a round: its seconds, those of plain decoding for its tokens, and its estimate."""
         self.plain_s += plain_s
         self.spent_s += spent_s
         self.held_s = min(self.most_s, self.held_s + (1 + EPS) * plain_s - spent_s)
@@ -68,7 +69,7 @@ class Ledger:
 
 
 class Pending(NamedTuple):
-    """Copied tokens that are not scored yet: `start` is their position, `bins` are their calibration bins."""
+    """Copied tokens that are not scored yet, their position `start`, and their calibration bins."""
 
     start: int
     ids: Sequence[int]
@@ -76,7 +77,7 @@ class Pending(NamedTuple):
 
 
 class Arm:
-    """A drafter of the router, the seconds of one of its draft steps, and what is known about its drafts."""
+    """A drafter of the router, the seconds of its draft step, and its acceptance rates."""
 
     control: CostAware
 
@@ -91,7 +92,7 @@ class Arm:
         self._pending: list[Pending] = []
 
     def start(self, tokens: Sequence[int]) -> None:
-        """Start a text. A draft model is not started before its first draft."""
+        """Start a text. A draft model is not started until it first drafts."""
         self.control.start(b"")
         self._pending.clear()
         if not self.drafter.model:
@@ -99,7 +100,7 @@ class Arm:
         self.started = not self.drafter.model
 
     def copy(self, tokens: Sequence[int], k: int) -> tuple[tuple[int, ...], np.ndarray]:
-        """Return up to `k` copied tokens and the probability that each of them is reached and accepted."""
+        """Return up to `k` copied tokens, and P(reached and accepted) for each of them."""
         ids = self.drafter.propose(tokens, k, self._watch).ids
         bins = [self._by_match.bin(self._watch.support + j) for j in range(len(ids))]
         if ids:
@@ -107,10 +108,11 @@ class Arm:
         return ids, np.cumprod([*map(self._by_match.chance, bins)])
 
     def draft_steps(self, k: np.ndarray, n_tokens: int = 0, read_cost: float = 0.0) -> np.ndarray:
-        """Return the cost of drafting `k` tokens after `n_tokens`, in draft steps.
+        """Return the cost of drafting `k (n,)` tokens after `n_tokens`, in draft steps, `(n,)`.
 
-        Heads that are computed at once propose all tokens in `n_heads` steps. Any other drafter takes
-        one step per token, and a draft model `read_cost` for each token it has not processed yet.
+        Heads that are computed at once propose all tokens in `n_heads` steps. Any other drafter
+        takes one step per token; a draft model also takes `read_cost` per token it has not
+        processed yet.
         """
         steps = self.drafter.n_heads if self.drafter.at_once else k
         model = self.drafter.model
@@ -133,7 +135,7 @@ class Arm:
             self.control.draft_s = self.draft_s
 
     def _score(self, tokens: Sequence[int], pending: Pending) -> bool:
-        """Score copied tokens against the text, and return whether it is long enough to tell."""
+        """Score copied tokens against the text; return False if it is too short for that."""
         true = tokens[pending.start : pending.start + len(pending.ids)]
         n = n_common(pending.ids, true)
         is_known = n < len(true) or len(true) == len(pending.ids)
@@ -143,9 +145,10 @@ class Arm:
 
 
 class Option(NamedTuple):
-    """One way to spend a round: `k` drafts by `arm`, at `rate` tokens a second, for `estimate_s` seconds.
+    """A possible round: `k` draft tokens by `arm`, at an expected `rate` in tokens per second.
 
-    `ids` are the tokens of an arm that copies, `steps[k]` the draft steps of k tokens.
+    `estimate_s` is its estimated time. `ids` are the tokens of an arm that copies; `steps[k]` is
+    the cost of k draft tokens in draft steps.
     """
 
     arm: Arm
@@ -157,11 +160,11 @@ class Option(NamedTuple):
 
 
 class Router(DrafterBase):
-    """Drafts with the arm that is expected to be fastest, as far as the ledger allows.
+    """Drafts with the arm that is expected to be fastest, if the ledger allows it.
 
-    `verify_s[n]` are the seconds of a target forward pass over n tokens, n = 0 to k_max + 1; the
-    router corrects its copy. The output is exact whatever the arms do. Which of them drafts depends
-    on text and clock, so that a sampled text may differ between runs.
+    `verify_s[n]` is T(n), the seconds of a target forward pass over n tokens, 0 <= n <= k_max + 1.
+    The router corrects its copy. The output is lossless with any arm. Which arm drafts depends on
+    the text and on measured times, so a sampled text may differ between runs.
     """
 
     def __init__(
@@ -173,18 +176,18 @@ class Router(DrafterBase):
         self.verify_s = np.array(verify_s, float)
         self.ledger = Ledger(self.verify_s[1])
         self.choices: list[tuple[str, int, int]] = []
-        """For each round of this text that could draft: the arm ("" for none), drafted and accepted tokens."""
+        """(arm or "", drafted, accepted tokens) of each round of this text that could draft."""
         self.read_cost = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)
-        """Cost of reading one token in a wide forward pass, in single steps."""
+        """Cost of processing one token in a wide forward pass, in single steps."""
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
             arm.control.seed_rate()
         self._clock = clock or perf_counter
         self._measured_s = self.verify_s.copy()
-        self._pace = 1.0  # seconds of the last pass over those of `verify_s`
+        self._pace = 1.0  # seconds of the last pass, relative to `verify_s`
         self._width = 0  # tokens of the last pass
         self._step_s = np.inf  # seconds of the last single step
-        self._plain_s = self.verify_s[1]  # seconds of a plain step now, at most
+        self._plain_s = self.verify_s[1]  # lowest current estimate of T(1)
         self._n_lessons = 0
 
     def start(self, tokens):
@@ -199,8 +202,8 @@ class Router(DrafterBase):
         self._began = self._clock()
         self._n = len(tokens)
         plain_s = self._pace * self.verify_s[1]
-        # 1. List what each arm could draft; nothing before a plain step of this text was timed.
-        # (Heads also need the state that this step leaves.)
+        # 1. List what each arm could draft: nothing until a plain step of this text was timed.
+        # (Heads also need the hidden state of this step.)
         timed = self._n > self._n_prompt + 1 and np.isfinite(self._step_s)
         options = [*self._options(tokens, k, plain_s)] if timed else []
         # 2. Choose the fastest option, or plain decoding.
@@ -213,7 +216,7 @@ class Router(DrafterBase):
         return self._proposal
 
     def _options(self, tokens: Sequence[int], k: int, plain_s: float) -> Iterator[Option]:
-        """Yield what each arm would draft, at most `k` tokens, if the loss budget allows it to."""
+        """Yield what each arm would draft, at most `k` tokens, within the loss budget."""
         for arm in self.arms:
             n = np.arange(min(k, arm.k_max) + 1)
             ids, reached = arm.copy(tokens, len(n) - 1) if arm.copies else ((), ())
@@ -226,7 +229,7 @@ class Router(DrafterBase):
                 rates = (1 + np.cumsum(reached)) / seconds[1 : len(ids) + 1]
                 wanted = int(rates.argmax()) + 1
                 rate = rates.max()
-            else:  # after losses its controller decides when to try again
+            else:  # after losses, its controller decides when to draft again
                 wanted = min(len(n) - 1, arm.control.draft_length())
                 rate = max(arm.control.recent_rate / self._pace, 1.001 / plain_s)
             drafts = min(wanted, allowed)
@@ -234,9 +237,10 @@ class Router(DrafterBase):
                 yield Option(arm, drafts, rate, seconds[drafts], steps, ids)
 
     def _within_budget(self, seconds: np.ndarray) -> int:
-        """Return the largest K such that no round of up to K drafts risks too much; -1 if even K = 0 does.
+        """Return the largest K for which no k <= K risks too much; -1 if K = 0 already does.
 
-        `seconds[k]` is the estimate for a round of k drafts. It may fall as k grows, because T(n) may.
+        `seconds[k]` is the estimate for a round with k draft tokens. It need not increase with k,
+        because T(n) need not increase with n.
         """
         risk_s = RISKED * self.ledger.held_s + self._plain_s / CAUTION
         too_long = np.flatnonzero(CAUTION * seconds > risk_s)
@@ -255,19 +259,20 @@ class Router(DrafterBase):
         for arm in self.arms:
             if arm.started:
                 arm.drafter.commit(tokens)
-        if not self._n:  # no drafts were asked for
+        if not self._n:  # no draft tokens were requested
             return
-        # 1. Time the round: correct T(n), and book its loss.
+        # 1. Time the round: correct T(n), and record the loss.
         draft_s = self._drafted - self._began
         verify_s = self._clock() - self._drafted
         n_drafted = len(self._proposal.ids)
         if self._n > self._n_prompt:
             self._learn_pass(n_drafted + 1, verify_s)
-            if self._n == self._n_prompt + 1:  # it found cold caches: the next pass is not compared with it
+            # Caches were cold in the first pass: do not compare the next pass with it.
+            if self._n == self._n_prompt + 1:
                 self._width = 0
             plain_s = (len(tokens) - self._n) * self._plain_s
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate_s)
-        # 2. Let each arm learn from it.
+        # 2. Let each arm learn from the round.
         n_accepted = max(0, len(tokens) - self._n - 1)
         name = self._best.arm.drafter.name if self._best and n_drafted else ""
         self.choices.append((name, n_drafted, n_accepted))
@@ -279,10 +284,10 @@ class Router(DrafterBase):
         self._n = 0
 
     def _learn_pass(self, width: int, seconds: float) -> None:
-        """Learn from a forward pass: a single step is T(1), a pass of width n after it gives T(n)/T(1) near n."""
+        """Learn T(1) from a single step, and T(n)/T(1) near `width` from a wider pass after one."""
         if width == 1:
             if np.isinf(self._step_s):
-                self.ledger.start(seconds / CAUTION)  # by T(1) as it is now
+                self.ledger.start(seconds / CAUTION)  # with the current T(1)
             self._step_s = seconds
         elif self._width == 1:
             off = seconds / self._step_s * self.verify_s[1] / self.verify_s[width]

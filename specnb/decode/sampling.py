@@ -1,7 +1,7 @@
-"""Sampling settings, and the choice of a token from a row of logits: temperature, top-k, top-p and random draws.
+"""Sampling settings, and the choice of a token from a row of logits.
 
-Probability rows are float64. A row with NaN or +inf, or without a finite entry, raises an error. An
-entry of -inf means that the token is never chosen. Ties go to the lowest id.
+Probability rows are float64. A row that contains NaN or +inf, or no finite entry, raises
+NonFiniteLogits. A logit of -inf means that the token is never chosen. Ties go to the lowest id.
 """
 
 from collections.abc import Callable
@@ -18,10 +18,10 @@ from specnb.errors import InputError, NonFiniteLogits, require_number
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings that, with the models, determine the output; `temperature` 0 means greedy.
+    """Sampling settings. `temperature` 0 means greedy; `top_k` 0 and `top_p` 1 are off.
 
-    Temperature, top-k and top-p turn logits into the distribution to sample from. `rule` verifies
-    drafts: a name in `accept.RULES`, or such a callable. `seed` seeds the random draws.
+    `rule` is the acceptance rule of draft tokens: a name in `accept.RULES`, or an `accept.Rule`.
+    `seed` seeds the random draws. Raises InputError for a value out of range.
     """
 
     temperature: float = 0.0
@@ -45,7 +45,7 @@ class Sampling:
     def probabilities(self, logits: np.ndarray) -> np.ndarray:
         """Return the float64 row `(vocab,)` to sample from: temperature, then top-k, then top-p.
 
-        The row sums to 1. If greedy it is the point mass on the argmax. Raises NonFiniteLogits.
+        The row sums to 1. If greedy, it is a point mass at the argmax. Raises NonFiniteLogits.
         """
         best = argmax(logits)
         if self.greedy:
@@ -60,7 +60,7 @@ class Sampling:
             # rank by logits, not by the row, because exp maps close logits to 1.0
             order = np.argsort(-logits, kind="stable")[: self.top_k or None]
             mass = np.cumsum(row[order])
-            # the smallest set whose mass reaches top_p, which always holds the best token
+            # the smallest set whose mass reaches top_p; it always contains the best token
             nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
             kept = np.zeros_like(row)
             kept[order[:nucleus]] = row[order[:nucleus]]
@@ -79,9 +79,9 @@ class ProbRows:
 
 
 def argmax(logits: np.ndarray) -> int:
-    """Return the index of the largest logit, the lowest among equals. Raises NonFiniteLogits.
+    """Return the index of the largest logit, the lowest one of ties. Raises NonFiniteLogits.
 
-    numpy's argmax stops at the first NaN and at +inf, so checking the winner finds every bad row.
+    numpy's argmax returns the first NaN or else +inf, so checking its result detects every bad row.
     """
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
@@ -92,15 +92,15 @@ def argmax(logits: np.ndarray) -> int:
 class Draws:
     """The random draws of one generation, from an explicit generator.
 
-    Every rule draws through `bernoulli` and `categorical`, so that a test can replace them and
-    enumerate all outcomes. These two draw through `uniform`, so that draws can be recorded.
+    Every rule draws with `bernoulli` and `categorical`, so that a test can replace them and
+    enumerate all outcomes. Both of them call `uniform`, so that draws can be recorded.
     """
 
     def __init__(self, rng: np.random.Generator) -> None:
         self._rng = rng
 
     def uniform(self) -> float:
-        """Return a number from [0, 1)."""
+        """Return a uniform random number in [0, 1)."""
         return self._rng.random()
 
     def bernoulli(self, probability: float) -> bool:
@@ -108,17 +108,17 @@ class Draws:
         return bool(self.uniform() < probability)
 
     def categorical(self, weights: np.ndarray) -> int:
-        """Return an index with probability proportional to `weights (n,)`, which need not sum to 1."""
+        """Return an index, drawn in proportion to `weights (n,)`, which need not sum to 1."""
         edges = np.cumsum(weights)
         index = int(np.searchsorted(edges, self.uniform() * edges[-1], side="right"))
-        # rounding may point past the last entry: use the last one with weight
+        # rounding may give an index past the end: use the last entry with a nonzero weight
         return index if index < len(edges) else int(np.flatnonzero(weights)[-1])
 
 
 class Chooser(Picker):
-    """Picks tokens for a drafter or for plain decoding, with settings and draws (see `draft.base.Picker`).
+    """Picks tokens, for a drafter or for plain decoding (see `draft.base.Picker`).
 
-    Without `draws`, new ones start from the settings' seed.
+    By default, `draws` are new and seeded by `sampling.seed`.
     """
 
     enough = False
@@ -135,18 +135,18 @@ class Chooser(Picker):
         return self.draws.categorical(row), row
 
     def best(self, logits):
-        """Return the likeliest token. Raises NonFiniteLogits."""
+        """Return the most likely token. Raises NonFiniteLogits."""
         return argmax(logits)
 
     def copies(self, _support, k):
-        """Return `k`: only a controller proposes fewer."""
+        """Return `k`. Only controllers reduce it."""
         return k
 
 
 class DraftChooser(Chooser):
-    """Picks for a drafter. A row that is not finite ends drafting, and `failure` is the error.
+    """Picks tokens for a drafter. A non-finite row ends drafting, and `failure` is its error.
 
-    The drafts before that row stay, because dropping them would bias the output.
+    The draft tokens before that row remain, because dropping them would bias the output.
     """
 
     failure: NonFiniteLogits | None = None

@@ -1,4 +1,4 @@
 """Drafters, and translation between two vocabularies.
 
-This package depends on no acceptance rule and no cost. `specnb.registry` finds drafters by name.
+This package does not depend on acceptance rules or costs. `specnb.registry` finds drafters by name.
 """

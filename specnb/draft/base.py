@@ -1,7 +1,7 @@
 """The drafter interface. It does not depend on verification.
 
-To add a drafter, subclass `DrafterBase`, write a function that creates it for a target, and register
-the function in `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tests it, and
+To add a drafter, subclass `DrafterBase`, write a function that creates it for a target, and
+register the function in `registry.DRAFTERS`. `tests/draft/test_conformance.py` then tests it, and
 `--drafter bigram` runs it.
 
     # specnb/draft/bigram.py
@@ -32,8 +32,8 @@ the function in `registry.DRAFTERS`. `tests/draft/test_conformance.py` then test
     # specnb/registry.py
     DRAFTERS["bigram"] = "specnb.draft.bigram:bigram_drafter"
 
-`propose` may change the drafter's state, because a draft model processes its own drafts. `commit`
-then rewinds the state to the committed tokens.
+`propose` may change the drafter's state, because a draft model processes its own draft tokens.
+`commit` then rewinds the state to the committed tokens.
 """
 
 from collections.abc import Sequence
@@ -49,13 +49,13 @@ from specnb.lm.vocab import Vocabulary
 class Proposal(NamedTuple):
     """Draft tokens for one round.
 
-    `ids` holds up to k tokens. `q_draft (len(ids), vocab)` float64 are the rows they were sampled
-    from, or None for a deterministic drafter (lookup, argmax), whose ids are verified as point
-    masses. `forward_s` are the seconds spent in the drafter's own model.
+    `ids` contains up to k tokens. `q_draft (len(ids), vocab)` float64 contains the rows they were
+    sampled from, or is None for a deterministic drafter (lookup, argmax), whose ids are verified as
+    point masses. `forward_s` is the time spent in forward passes of the drafter, in seconds.
 
-    Without a `tree` each id follows the one before it. With a tree, id i follows id
-    `tree.parents[i]`, or the newest token if that is -1. Children of one parent must be distinct
-    tokens. Trees are deterministic, with `q_draft` None (see `decode.accept`).
+    Without a `tree`, each id follows the one before it. With a tree, id i follows id
+    `tree.parents[i]`, or the newest token if that is -1. Children of one node must be distinct
+    tokens. Trees are deterministic, so their `q_draft` is None (see `decode.accept`).
     """
 
     ids: tuple[int, ...]
@@ -65,95 +65,99 @@ class Proposal(NamedTuple):
 
 
 class Picker(Protocol):
-    """Picks a token from a row of logits, with the sampling settings and random stream of this generation."""
+    """Picks tokens from rows of logits, with the settings and random stream of this generation."""
 
     enough: bool
-    """Whether drafting ends after the token that was picked last, before another row is computed."""
+    """Whether drafting ends after the last picked token, without computing another row."""
 
     def pick(self, logits: np.ndarray) -> tuple[int, np.ndarray | None] | None:
-        """Return a token and the float64 row `(vocab,)` it was drawn from; the row is None if greedy.
+        """Return a token and the float64 row `(vocab,)` it was drawn from, None if greedy.
 
-        Return None to end drafting for this round without a token from this row (`decode.control`).
+        A result of None ends drafting in this round, without a token from this row
+        (`decode.control`).
         """
         ...
 
     def best(self, logits: np.ndarray) -> int | None:
-        """Return the likeliest token, at any temperature, for a deterministic drafter; or None, as `pick`."""
+        """Return the argmax, at any temperature, for deterministic drafters; or None, as `pick`."""
         ...
 
     def copies(self, support: int, k: int) -> int:
-        """Return how many of up to `k` tokens copied after a match of `support` tokens to propose."""
+        """Return how many of `k` copied tokens to propose after a match of `support` tokens."""
         ...
 
 
 class DrafterBase:
-    """Proposes draft tokens, and keeps its state in step with the committed tokens.
+    """Base class of drafters, which propose draft tokens and follow the committed tokens.
 
-    A subclass defines `name` and `propose`. The defaults of the rest are those of a drafter of
-    chains without a model or a state.
+    A subclass defines `name` and `propose`. The other defaults are those of a drafter of chains
+    that has neither a model nor a state.
     """
 
     name: str
     vocab: Vocabulary | None = None
-    """Vocabulary of the draft model, compared with the target's; None if the target's tokens are copied."""
+    """Vocabulary of the draft model, which is compared with the target's; None without one."""
     model: LanguageModel | None = None
     """The draft model, which is never the target."""
     target: LanguageModel | None = None
-    """The only target it drafts for, because it reads that target's hidden states: trained heads."""
+    """The only target that trained heads draft for, as they read its hidden states; else None."""
     n_heads: int = 0
-    """Number of trained heads, the largest length of a chain; 0 for other drafters, which have no limit."""
+    """Number of trained heads, and so the longest chain; 0 for drafters without this limit."""
     at_once: bool = False
-    """Whether a round that drafts computes all heads, however few tokens are requested."""
+    """Whether every round that drafts computes all heads, regardless of K."""
     tree_nodes: int = 0
-    """Largest number of tokens in the trees it drafts; 0 for a drafter of chains."""
+    """Largest number of nodes in its trees; 0 for a drafter of chains."""
     chooses_k: int = 0
-    """Largest K of a drafter that chooses K itself if none is given; 0 for others."""
+    """Largest K of a drafter that chooses K itself (a router); 0 for other drafters."""
     expected: Sequence[float] = ()
-    """Acceptance rate at each position, measured on held-out text in training; empty if not measured."""
+    """Acceptance rates by position, measured on held-out text in training; empty if unknown."""
     nested: bool = True
-    """The drafts for one K are the first of those for a larger K; otherwise the drafter cannot be replayed."""
+    """Whether the draft tokens for one K are a prefix of those for a larger K, as replay needs."""
     translation: object | None = None
     """A `token_map.Fit` if the draft model's vocabulary is translated."""
     findings: Sequence[str] = ()
-    """Sentences to show next to a result."""
+    """Sentences to show with a result."""
 
     def start(self, tokens: Sequence[int]) -> None:
         """Reset the state and take `tokens` as the prompt."""
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        """Return up to `k` tokens to follow `tokens`, which is read-only; step j sees its own j-1 drafts.
+        """Return up to `k` draft tokens after `tokens`, the text so far (read-only).
 
-        In a tree all nodes count, because `k` bounds the width of the target's forward pass.
+        All nodes of a tree count, because `k` limits the width of the target's forward pass.
         """
         raise NotImplementedError
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """Take `tokens` (the whole sequence) as committed, and drop the drafts that are not among them."""
+        """Update the state to the committed `tokens` (the whole sequence); drop rejected tokens."""
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Return the name of the first module with a NaN or Inf output for `ids`; "" if unknown."""
         return self.model.locate_nonfinite(ids) if self.model and self.model.vocab is self.vocab else ""
 
     def close(self) -> None:
-        """Free what the drafter opened."""
+        """Free the resources of the drafter."""
 
     def step_s(self) -> float:
-        """Return the median seconds per draft token spent outside `model`."""
+        """Return the median seconds of a draft step, for drafters without `model`."""
         return 0.0
 
     def rows(self, tokens: Sequence[int], ahead: Sequence[int]) -> list[np.ndarray]:
-        """Return each head's logits `(vocab,)` after `tokens` and the start of `ahead`; -inf if it cannot draft it."""
+        """Return each head's logits `(vocab,)`. Head i reads `tokens` and the first i of `ahead`.
+
+        Tokens that a head cannot draft have the logit -inf.
+        """
         return []
 
 
 Drafter = DrafterBase
-"""The same class, as a type."""
+"""Alias of the class, for annotations."""
 
 
 class TokenView(Sequence[int]):
     """A read-only view of the tokens so far.
 
-    Drafters get it in place of the loop's list, so that none can append to it ("HelloHello").
+    Drafters get it instead of the loop's list, so that they cannot append to that list.
     """
 
     __slots__ = ("_tokens",)

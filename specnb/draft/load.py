@@ -1,4 +1,4 @@
-"""Open the drafter a user names, fitted to the target, or say why there is none."""
+"""Open a drafter by name for a target, or give the reason why there is none."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -24,7 +24,7 @@ class LoadedDrafter(NamedTuple):
 
 
 def check_drafter(name: str, target: str, **options: Any) -> None:
-    """Raise InputError for what `load_drafter` would refuse, as far as it is known before a model is opened."""
+    """Check the name and options of a drafter before a model is opened. Raises InputError."""
     if name in CHECKS:
         resolve(CHECKS[name])(target, **options)
     elif name not in DRAFTERS:
@@ -32,13 +32,14 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
 
 
 def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
-    """Open a drafter for `target`: one of `registry.DRAFTERS`, or a draft model (see `join_engine`).
+    """Open a drafter for `target`: a name in `registry.DRAFTERS`, or a draft model.
 
-    If a draft model cannot be fetched or loaded, the result has no drafter and gives the reason,
-    unless `strict`. A wrong name or option, or a vocabulary that cannot be translated, always raises.
+    A draft model runs in the target's engine by default (`join_engine`). If a drafter cannot be
+    fetched or loaded, the result contains the reason instead; with `strict`, the error is raised.
+    InputError and VocabularyMismatch are always raised.
 
-    A draft model with another vocabulary drafts with the pieces that both vocabularies have
-    (`TokenIntersection`). If the shared ids mean the same, rows are sliced, and nothing is lost.
+    A draft model with another vocabulary drafts the pieces that both vocabularies have
+    (`TokenIntersection`). If ids in both mean the same, its rows are sliced without loss.
 
     >>> from specnb.lm import toy
     >>> load_drafter("lookup", toy.cyclic(5), n_max=3).drafter.name
@@ -56,10 +57,10 @@ def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **op
 
 
 def join_engine(draft: str, target: str) -> str:
-    """Return the name of a draft model with the engine, dtype and device of a torch target added.
+    """Add the engine, dtype and device of a torch target to the name of a draft model.
 
-    A name with its own engine is returned as it is. A draft model in int4 is coarse (`HfModel.open`):
-    its steps cost less, and the target decides what is accepted.
+    A name with its own engine is returned unchanged. An int4 draft model is opened as `coarse` (see
+    `HfModel.open`): its steps cost less, and verification keeps the output lossless.
 
     >>> join_engine("smollm2-135m:q4_0", "smollm2-135m?backend=hf&dtype=bfloat16")
     'smollm2-135m:q4_0?backend=hf&dtype=bfloat16'
@@ -67,7 +68,7 @@ def join_engine(draft: str, target: str) -> str:
     try:
         spec = parse(draft)
         target_spec = parse(target)
-    except InputError:  # no model, or a target made in memory
+    except InputError:  # not a model name, or a target in memory
         return draft
     if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:
         return draft
@@ -82,10 +83,10 @@ def join_engine(draft: str, target: str) -> str:
 def open_pair(
     target: LanguageModel | str | Path, drafter: Drafter | LanguageModel | str | None, **options: Any
 ) -> Iterator[tuple[LanguageModel, Drafter | LanguageModel | None, str | None]]:
-    """Yield target, drafter and the reason for having no drafter. Names are opened here and closed afterwards.
+    """Open a target and a drafter by name, and close them afterwards.
 
-    Wrong names and options are refused before a model is loaded, if possible. `options`, with
-    `strict`, and errors are those of `load_drafter`.
+    Yields target, drafter, and the reason if there is no drafter. Invalid names and options raise
+    before a model is loaded, if possible. `options` (and `strict`) are those of `load_drafter`.
     """
     fallback = None
     strict = options.pop("strict", False)

@@ -1,9 +1,10 @@
-"""Prompt lookup: propose what followed the same tokens last time. It needs no model and costs almost nothing.
+"""Prompt lookup: propose the tokens that followed the last occurrence of the newest tokens.
 
-The longest match is used, and of equally long ones the most recent. With a hashed index a token
-costs amortized O(1) at any length. A match of n tokens proposes at most `max_spec_factor` * n tokens
-(the rule and name of SuffixDecoding, 2411.04975), because a match of one token predicts little. A
-factor of 4 gives 7 % more tokens per second if T(9)/T(1) is 1.65, and 2 % if it is 1.16.
+It needs no model and costs almost nothing. The longest match is used; among equally long matches,
+the most recent. With a hashed index, each token takes amortized O(1) time at any text length. After
+a match of n tokens, at most `max_spec_factor` * n tokens are proposed (the rule and name are those
+of SuffixDecoding, 2411.04975), because a match of one token predicts little. In a replay, a factor
+of 4 gives 7 % more tokens per second than no limit if T(9)/T(1) is 1.65, and 2 % if it is 1.16.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,14 @@ from specnb.lm.base import LanguageModel
 
 
 class Copier(DrafterBase):
-    """Copies at most `max_spec_factor` * n tokens after a match of n. Raises InputError unless it is above 0."""
+    """Copies at most `max_spec_factor` * n tokens after a match of n tokens.
+
+    Raises InputError unless `max_spec_factor` is above 0.
+    """
 
     def __init__(self, max_spec_factor: float) -> None:
         if not max_spec_factor > 0:
-            raise InputError(f"max_spec_factor must be above 0 (inf for no limit), got {max_spec_factor}")
+            raise InputError(f"got max_spec_factor={max_spec_factor}, expected a number above 0 (inf for no limit)")
         self._factor = max_spec_factor
 
     def copy(self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker) -> tuple[int, ...]:
@@ -32,9 +36,10 @@ class Copier(DrafterBase):
 
 
 class LookupDrafter(Copier):
-    """Copies what followed the last occurrence of the newest n tokens, n from `n_max` down to `n_min`.
+    """Copies the tokens that followed the last occurrence of the newest n tokens.
 
-    Proposes at most `max_spec_factor` * n tokens; with infinity always as many as requested.
+    Tries n from `n_max` down to `n_min`. Proposes at most `max_spec_factor` * n tokens (inf: no
+    limit). Raises InputError for invalid settings.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy

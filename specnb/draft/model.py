@@ -1,9 +1,9 @@
 """A smaller language model as the drafter (Leviathan et al. 2211.17192, Chen et al. 2302.01318).
 
-It keeps its own state. No draft token is evaluated twice: after a round the state is rewound to the
-last accepted draft, and the next round feeds what is missing. That is one token, or two after a
-fully accepted round, whose last draft was sampled but never fed. The model may be a part of the
-target (its first blocks, or all but some of them) or a quantized copy of it.
+It has its own state. No draft token is processed twice: after a round, the state is rewound to the
+last accepted draft token, and the next round feeds the missing tokens. That is one token, or two
+after a fully accepted round, whose last draft token was sampled but not fed. The model may be part
+of the target (its first blocks, or all but some of them) or a quantized copy of it.
 """
 
 from collections.abc import Sequence
@@ -43,28 +43,28 @@ class ModelDrafter(DrafterBase):
         self.model = model
         self.name = model.name
         self.vocab = model.vocab
-        self.translation = getattr(model, "translation", None)  # of a draft model with another vocabulary
+        self.translation = getattr(model, "translation", None)  # if the vocabularies differ
 
     def start(self, tokens):
         self.model.reset()
-        self._fed = []  # drafts in the model's state, after n_past - len(_fed) committed tokens
+        self._fed = []  # draft tokens in the state, after n_past - len(_fed) committed tokens
         if len(tokens) > 1:
             with suppress(CapacityError):  # see propose
                 self.model.forward(tokens[:-1], n_logits=0)
 
     def propose(self, tokens, k, picker):
-        # Without room in a context shorter than the target's, drafting ends, but not the generation.
+        # If a context shorter than the target's is full, drafting ends, but generation continues.
         k = min(k, self.model.caps.n_ctx - len(tokens) + 1)
         ids = []
         rows = []
         forward_s = 0.0
         feed = tokens[self.model.n_past :]
         while len(ids) < k and not (ids and picker.enough):
-            self._fed = ids[:-1]  # the last draft was sampled, but not fed
+            self._fed = ids[:-1]  # the last draft token was sampled, but not fed
             began = perf_counter()
             try:
                 logits = self.model.forward(feed, n_logits=1)
-            except CapacityError:  # a token that is spelled takes several places
+            except CapacityError:  # a spelled token takes several positions
                 break
             forward_s += perf_counter() - began
             self._fed = ids[:]
@@ -78,7 +78,7 @@ class ModelDrafter(DrafterBase):
         return Proposal(tuple(ids), np.stack(rows) if rows else None, forward_s)
 
     def commit(self, tokens):
-        # the newest token stays out of the state, so that the next propose has something to feed
+        # the newest token stays out of the state, so that the next `propose` has a token to feed
         true = tokens[self.model.n_past - len(self._fed) : -1]
         self.model.rewind(len(self._fed) - n_common(self._fed, true))
         self._fed = []
@@ -88,7 +88,7 @@ class ModelDrafter(DrafterBase):
 
 
 def model_drafter(name: str, target: LanguageModel, **options: Any) -> ModelDrafter:
-    """Open the draft model `name` and fit it to the target's vocabulary before the first token.
+    """Open the draft model `name`, and translate its vocabulary to the target's if needed.
 
     Raises VocabularyMismatch, InputError, FetchError, LoadError, MemoryShortError.
     """
@@ -114,10 +114,11 @@ def fit_drafter(model: LanguageModel, target: LanguageModel) -> ModelDrafter:
     return ModelDrafter(TokenIntersection(model, target))
 
 
-# --- some of the target's own blocks, untrained -----------------------------------------------------------------------
+# --- some of the target's own blocks, untrained ---------------------------------------------------
 #
-# LayerSkip (Elhoushi et al. 2404.16710) trains the target for early exit, and SWIFT (Xia et al. 2410.06916) searches
-# which blocks to skip for each text. Neither is done here. The blocks share the weights and have their own cache.
+# LayerSkip (Elhoushi et al. 2404.16710) trains the target for early exit, and SWIFT (Xia et al.
+# 2410.06916) searches for the blocks to skip in each text. Neither is done here. The drafter shares
+# the target's weights, and has its own cache.
 
 
 def exit_drafter(target: LanguageModel, *, n_blocks: int = 8) -> ModelDrafter:
@@ -126,7 +127,7 @@ def exit_drafter(target: LanguageModel, *, n_blocks: int = 8) -> ModelDrafter:
 
 
 def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> ModelDrafter:
-    """Return a drafter without the blocks `skipped`, by default every second one of the middle half."""
+    """Return a drafter without the blocks `skipped`, by default every other in the middle half."""
     model = _require_torch(target)
     n_blocks = model.network.config.num_hidden_layers
     skipped = skipped or range(n_blocks // 4, n_blocks - n_blocks // 4, 2)
@@ -134,12 +135,13 @@ def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> Model
 
 
 def _require_torch(target: LanguageModel) -> Any:
+    """Return the target. Raises InputError if it does not run in torch."""
     if not hasattr(target, "keep_blocks"):
         raise InputError(f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf")
     return target
 
 
-# --- a quantized copy of the target as its drafter: the same tokenizer, no training, no download ---
+# --- a quantized copy of the target: same tokenizer, no training, no download ---------------------
 
 
 def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> ModelDrafter:
@@ -149,8 +151,8 @@ def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: A
 
 
 def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
-    """Raise InputError for a target or a weight type of which no copy can be made."""
+    """Raise InputError for a target or a weight type that does not allow a quantized copy."""
     spec = parse(target)
     require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use one, or another drafter")
+        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use a GGUF, or another drafter")

@@ -1,8 +1,8 @@
-"""Encode bytes as tokens of a model, exactly or not at all.
+"""Encode bytes as tokens of a model.
 
 Tokenizers do more than encode: they add a leading space or a BOS token, or normalize the text.
-`encode_exact` uses their output only as far as its pieces are the requested bytes. `GreedySpeller`
-needs no tokenizer: it takes the longest piece of the vocabulary first.
+`encode_exact` uses their output only if its pieces are exactly the requested bytes. `GreedySpeller`
+needs no tokenizer: it takes the longest matching piece, and skips bytes that start no piece.
 """
 
 from specnb.errors import InputError
@@ -10,19 +10,19 @@ from specnb.lm.base import LanguageModel
 
 
 def encode_exact(model: LanguageModel, before: bytes, added: bytes) -> tuple[int, ...] | None:
-    """Return the tokens of `added` as the model's tokenizer writes them after `before`, or None.
+    """Return the ids that the model's tokenizer gives for `added` after `before`, or None.
 
-    `before` is context only. If no token boundary lies between the two, `added` is encoded alone,
-    then at the start of a line (sentencepiece prepends a space to a text, but not to a line).
-    The result is None if `added` is not valid UTF-8, if the tokenizer does not reproduce its bytes,
-    or if it contains a control token or an end of generation.
+    `before` is only context. If there is no token boundary between the two, `added` is encoded
+    alone, then at the start of a line (sentencepiece prepends a space to a text, but not to a
+    line). The result is None if `added` is not valid UTF-8, if the ids do not reproduce its bytes,
+    or if they contain a control or end-of-generation token.
     """
-    while before and before[0] & 0xC0 == 0x80:  # the rest of a character that was cut
+    while before and before[0] & 0xC0 == 0x80:  # the rest of an incomplete character
         before = before[1:]
     for context in dict.fromkeys((before, b"", b"\n")):
         try:
             ids = model.encode((context + added).decode(), special=False)
-        except (UnicodeDecodeError, InputError):  # half a character, or one that has no token
+        except (UnicodeDecodeError, InputError):  # an incomplete character, or one without a token
             continue
         start = len(ids)
         missing = len(added)
@@ -40,7 +40,7 @@ class GreedySpeller:
 
     def __init__(self, model: LanguageModel) -> None:
         control = model.vocab.control
-        pieces = reversed([*enumerate(model.vocab.pieces)])  # of equal pieces the lowest id remains
+        pieces = reversed([*enumerate(model.vocab.pieces)])  # the lowest id of equal pieces remains
         self._ids = {piece: token for token, piece in pieces if piece and token not in control}
         self._longest = max(map(len, self._ids), default=0)
 

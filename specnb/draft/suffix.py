@@ -1,13 +1,13 @@
-"""Prompt lookup by the longest earlier match of the text's end, of any length, with a suffix automaton.
+"""Prompt lookup by the longest suffix of the text that occurred before, with a suffix automaton.
 
-The automaton (Blumer et al. 1985) has one state for each set of positions where the same strings
-end, and a token costs amortized O(1). The suffix link of its newest state is the longest suffix of
-the text that occurred before: SAM-Decoding (Hu et al. 2411.10666). `lookup` compares at most six
-tokens, so it cannot tell apart earlier places that differ only before these. Drafts are as long as
-the match allows, as in `lookup`.
+Each state of the automaton (Blumer et al. 1985) stands for the strings that end at the same set of
+positions. A token takes amortized O(1) time. The suffix link of the newest state is the longest
+suffix of the text that occurred before, as in SAM-Decoding (Hu et al. 2411.10666). By default,
+`lookup` compares at most six tokens, so it cannot distinguish earlier positions that differ only
+before these. The match length limits the number of copied tokens, as in `lookup`.
 
-A loose match ignores case, whitespace and underscores around a token's text, as Engram's compressed
-tokenizer does: `my_name` matches `myName`, and what followed that is copied.
+A loose match ignores case, and whitespace and underscores around a token's text, as Engram's
+compressed tokenizer does: `my_name` matches `myName`, and the tokens after it are copied.
 """
 
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
 ANCESTORS = 8
-"""Shorter matches whose latest position is updated per token: updating all costs time in looping texts."""
+"""Shorter matches whose last position is updated per token; updating all is slow in loops."""
 
 
 class SuffixAutomaton:
-    """All strings of the `tokens` so far.
+    """Suffix automaton of the `tokens` so far.
 
-    `match` is the length of the longest suffix that occurred before, and the position where it last
-    ended. `same_as` maps a token to the one that stands for it in matches.
+    `match` is (length, end) of the longest suffix that occurred before, where `end` is the position
+    after its last occurrence. `same_as` maps a token to the token that represents it in matches.
     """
 
     def __init__(self, same_as: Mapping[int, int]) -> None:
@@ -40,7 +40,7 @@ class SuffixAutomaton:
         self._newest = 0
 
     def append(self, token: int) -> None:
-        """Extend every string by one token."""
+        """Append a token to the text."""
         self.tokens.append(token)
         token = self._same_as.get(token, token)
         state = self._newest
@@ -66,7 +66,7 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _target(self, state: int, token: int) -> int:
-        """Return the state of this state's longest string plus `token`, split off if it holds longer strings."""
+        """Return the state for the longest string of `state` plus `token`; split one if needed."""
         whole = self._next[state][token]
         if self._length[whole] == self._length[state] + 1:
             return whole
@@ -80,9 +80,9 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter(Copier):
-    """Copies what followed the longest match, at most `max_spec_factor` times its length.
+    """Copies the tokens after the longest match, at most `max_spec_factor` times its length.
 
-    With a vocabulary as `loose`, tokens match as `fold` maps them.
+    With a vocabulary as `loose`, tokens match if `fold` maps them to the same token.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -110,12 +110,15 @@ class SuffixDrafter(Copier):
 
 
 def fold(vocab: Vocabulary) -> dict[int, int]:
-    """Map each token to the first one with the same text, but for case, whitespace and underscores around it."""
+    """Map each token to the first token with the same text.
+
+    Case is ignored, and so are whitespace and underscores around the text.
+    """
     first: dict[bytes, int] = {}
     texts = (vocab.piece(token).strip(b" \t\r\n_").lower() for token in range(vocab.size))
     return {token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)}
 
 
 def suffix_drafter(target: LanguageModel, *, loose: bool = False, **options: Any) -> SuffixDrafter:
-    """Return the drafter; with `loose`, tokens match as `fold` maps them."""
+    """Return the drafter; with `loose`, tokens match if `fold` maps them to the same token."""
     return SuffixDrafter(loose=target.vocab if loose else None, **options)

@@ -1,7 +1,7 @@
-"""Compare two vocabularies: which ids mean the same text, and how tokens are translated (`choose_translation`).
+"""Compare two vocabularies: which ids have the same text, and how to translate between them.
 
-Pieces match by their bytes: text with text, a control token only with a control token of the same
-text, padding (b"") with nothing. Pairs are sorted by id, so that gathering from one row and
+Pieces match if their bytes are equal. A control token matches only a control token with the same
+text; padding (b"") matches nothing. Pairs are sorted by id, so that gathering from one row and
 scattering into the other use the same order. (transformers 5.23 gathers in the order of a hash map
 and scatters in the order of ids, which is not lossless.)
 """
@@ -37,7 +37,7 @@ class Tokenizing(Protocol):
 
 
 class Tokens:
-    """The tokens of one model, prepared for comparison with those of many others."""
+    """The tokens of one model, prepared for comparison with those of other models."""
 
     def __init__(self, model: Tokenizing) -> None:
         self.vocab = model.vocab
@@ -47,9 +47,9 @@ class Tokens:
     def ids(self) -> dict[tuple[bytes, bool], int]:
         """Map (piece, whether it is a control token) to its id.
 
-        If several ids have the same piece, the one that the tokenizer writes is used, because the
-        model was trained on it (sentencepiece has `a` as a letter and, at a lower id, as a byte that
-        is never written); otherwise the smallest.
+        If several ids have the same piece, the one that the tokenizer returns is used, because the
+        model was trained with it; if it returns none, the lowest. (sentencepiece has `a` as a
+        letter and, at a lower id, as a byte that it never returns.)
         """
         if self.vocab.kind == "none":  # without a tokenizer the pieces only name the ids
             return {}
@@ -64,7 +64,7 @@ class Tokens:
 
     @cached_property
     def sample(self) -> tuple[int, ...] | None:
-        """SAMPLE as the tokenizer writes it; None if it cannot."""
+        """The token ids of SAMPLE; None if the tokenizer cannot encode it exactly."""
         return encode_exact(self._model, b"", SAMPLE.encode())
 
     @cached_property
@@ -73,7 +73,7 @@ class Tokens:
         return self.vocab.pieces[: max((i for i, piece in enumerate(self.vocab.pieces, 1) if piece), default=0)]
 
     def uses(self, pieces: Collection[tuple[bytes, bool]]) -> float | None:
-        """Return the share of the sample's tokens whose pieces are in `pieces`; None without a sample."""
+        """Return the share of sample tokens with pieces in `pieces`; None without a sample."""
         if not self.sample:
             return None
         shared = 0
@@ -84,11 +84,11 @@ class Tokens:
 
 
 class VocabularyOverlap(NamedTuple):
-    """Number of `shared` pieces out of `target_pieces` and `draft_pieces`, under any id, without padding.
+    """Overlap of two vocabularies, in pieces without padding. Shared pieces may differ in id.
 
-    `target_uses` (`draft_uses`) is the share of the tokens of an ordinary text, written by the
-    target's (the draft model's) tokenizer, that the other vocabulary also has; None if the tokenizer
-    cannot write it.
+    `target_uses` is the share of the tokens of an ordinary text, encoded by the target's tokenizer,
+    that the draft vocabulary also has; None if the tokenizer cannot encode it exactly. `draft_uses`
+    is the same with target and draft model exchanged.
     """
 
     shared: int
@@ -113,7 +113,7 @@ class VocabularyOverlap(NamedTuple):
 
 
 def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
-    """Return what two models' tokens have in common."""
+    """Return the overlap of two vocabularies."""
     if target.ids and draft.ids and ids_agree(target, draft):
         shared = sum(map(bool, min(target.by_id, draft.by_id, key=len)))
     else:
@@ -123,15 +123,15 @@ def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
 
 
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
-    """Return whether every id that both have means the same; one may have more ids, or more padding."""
+    """Return whether every id that both have means the same; one may have more ids or padding."""
     short, long = sorted((target.by_id, draft.by_id), key=len)
     return bool(short) and long[: len(short)] == short
 
 
 class TokenMap:
-    """Pairs of ids with equal pieces: `target_ids[i]` means `draft_ids[i]`, ascending in `draft_ids`.
+    """Pairs of ids with equal pieces, `target_ids[i]` and `draft_ids[i]`, sorted by `draft_ids`.
 
-    With `is_slice` every id that both have means the same, and the pairs are those ids.
+    If `is_slice`, every id that both have means the same, and the pairs are these ids.
     """
 
     def __init__(self, target: Tokens, draft: Tokens) -> None:
@@ -149,10 +149,11 @@ class TokenMap:
         return token in self._draft_of
 
     def draft_of(self, token: int) -> int | None:
-        """Return the draft model's id of a target's token, or None if it must be spelled.
+        """Return the draft model's id for a token of the target, or None if it must be spelled.
 
-        Control tokens that the draft model lacks are spelled, too: it reads "<|im_start|>" letter by
-        letter. A BOS that the target puts before every text is the draft model's own BOS.
+        Control tokens that the draft model lacks are spelled, too: it reads "<|im_start|>" as
+        ordinary text. If the target's tokenizer adds a BOS that is not shared, it maps to the draft
+        model's BOS.
         """
         if token == self._target.bos and self._target.add_bos and token not in self._draft_of:
             return self._draft.bos
@@ -160,11 +161,11 @@ class TokenMap:
 
 
 CANNOT_SPELL = frozenset({"wpm", "none"})
-"""Kinds of tokenizers whose pieces do not spell the text back: WordPiece loses blanks and case."""
+"""Kinds of tokenizers whose pieces do not reproduce the text: WordPiece loses spaces and case."""
 
 
 class Translation(StrEnum):
-    """How a draft model's tokens become the target's."""
+    """How a draft model's tokens are translated to the target's."""
 
     SAME = "same ids"  # every id means the same, and rows of logits are equally wide
     SLICING = "slicing"  # ids that both have mean the same; the others are masked
@@ -183,10 +184,10 @@ class Fit(NamedTuple):
 
 
 def choose_translation(target: Tokens, draft: Tokens) -> Fit:
-    """Return the translation that loses least.
+    """Return the translation that loses the fewest tokens.
 
-    Ids that mean the same need none, whatever the tokenizers are. Otherwise both must be able to
-    spell text, and share at least one piece.
+    If ids mean the same, the kinds of tokenizers do not matter. Otherwise both tokenizers must be
+    able to spell text. At least one piece must be shared.
     """
     common = overlap(target, draft)
     if first_difference(target.vocab, draft.vocab) is None:

@@ -1,9 +1,10 @@
 """Lossless drafting by a model with another vocabulary (TLI, Timor et al. 2502.05202).
 
-`TokenIntersection` lets such a model draft with the tokens that both vocabularies have, matched by
-their bytes. Its rows become rows over the target's ids, and sampling renormalizes q over the shared
-tokens. This is lossless for any pair of vocabularies: the acceptance rules hold for every q that the
-drafts were sampled from. Few shared tokens lower the acceptance rate only.
+`TokenIntersection` lets such a model draft the tokens that both vocabularies have, matched by their
+bytes. Its rows become rows over the target's ids, and sampling renormalizes q over the shared
+tokens. This is lossless for any pair of vocabularies, because acceptance rules are exact for every
+q that the draft tokens were sampled from. With few shared tokens, only the acceptance rate is
+lower.
 """
 
 from functools import cache
@@ -19,10 +20,10 @@ from specnb.lm.base import LanguageModel, check_forward, check_rewind
 class TokenIntersection(LanguageModel):
     """A draft model that reads and predicts the target's ids: a LanguageModel for `ModelDrafter`.
 
-    A row holds the draft model's logits for shared tokens and -inf elsewhere. The state is that of
-    the wrapped model, in its own ids: a shared token is one of its tokens, any other token is
-    spelled in its tokens, each separately, so that n tokens can be rewound however many it took.
-    Raises VocabularyMismatch if no token is shared.
+    A row contains the draft model's logits for shared tokens, and -inf elsewhere. The state is that
+    of the wrapped model, in its own ids: a shared token is one of its tokens, and any other token
+    is spelled by one or more of them, independently of its neighbors, so that it can be rewound
+    alone. Raises VocabularyMismatch if no token is shared.
     """
 
     def __init__(self, model: LanguageModel, target: Tokenizing) -> None:
@@ -38,7 +39,7 @@ class TokenIntersection(LanguageModel):
         self.encode = target.encode
         self._speller = GreedySpeller(model)
         self._draft_tokens_of = cache(self._spell)
-        self._sizes: list[int] = []  # draft tokens of each target token in the state
+        self._sizes: list[int] = []  # number of the model's tokens for each target token in the state
 
     @property
     def n_past(self):
@@ -55,7 +56,7 @@ class TokenIntersection(LanguageModel):
         if not self._sizes and vocab.add_bos and vocab.bos not in (None, parts[0][0]):
             parts[0] = (vocab.bos, *parts[0])
         sizes = [*map(len, parts)]
-        # the row of a token is that of its last draft token
+        # the row of a target token is that of the last of the model's tokens for it
         ends = np.cumsum([0, *sizes[len(sizes) - rows + 1 :]]) if rows else []
         n_rows = int(ends[-1]) + 1 if rows else 0
         logits = self.model.forward([i for part in parts for i in part], n_rows)
@@ -81,7 +82,7 @@ class TokenIntersection(LanguageModel):
         self.model.close()
 
     def _spell(self, token: int) -> tuple[int, ...]:
-        """Return the draft tokens of a target's token, at least one: each has its place in the state."""
+        """Return the model's ids for a token of the target, at least one."""
         shared = self._map.draft_of(token)
         if shared is not None:
             return (shared,)
@@ -89,5 +90,5 @@ class TokenIntersection(LanguageModel):
         spelled = encode_exact(self.model, b"", text) or tuple(self._speller.spell(text))
         if spelled:
             return spelled
-        ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for what the draft cannot spell
+        ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for text that the model cannot spell
         return (next(end for end in ends if end is not None),)

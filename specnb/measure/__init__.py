@@ -1,4 +1,4 @@
-"""Costs of speculation: cost curves, recordings and their replay, paired benchmarks, forks.
+"""Costs of speculation: cost curves, recordings and their replay, benchmarks, and divergence.
 
-Uses models by their protocol; tables and figures are in `book`.
+This package uses models through `LanguageModel` only. Tables and figures are in `book`.
 """

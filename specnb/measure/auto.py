@@ -19,15 +19,15 @@ from specnb.records import Generation
 LOOKUP = "suffix"
 """The drafter that is always an arm."""
 SHIPPED = ("jump", "hydra")
-"""Trained drafters: the first one that fits the target is an arm if no drafter is named."""
+"""Trained drafters. If no drafter is named, the first one that fits the target is an arm."""
 
 
 def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
     """Measure the costs of `target` and its drafters (a second or two), and route between them.
 
-    `arms` are comma-separated names of further drafters or draft models. By default, the first of
-    SHIPPED is used that fits the target and whose card's acceptance rate pays on this machine.
-    Raises as `load_drafter` does.
+    `arms` are comma-separated names of further drafters or draft models. By default, the first
+    drafter of SHIPPED that fits the target is used, unless the acceptance rate on its card does not
+    pay on this machine. Raises InputError for a drafter of trees, and what `load_drafter` raises.
     """
     # 1. Open the drafters.
     drafters = []
@@ -36,7 +36,7 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
             drafters.append(load_drafter(name, target, strict=True).drafter)
         except InputError:
             if arms:
-                raise  # otherwise it is not shipped for this target
+                raise  # otherwise, it is not shipped for this target
         if not arms and len(drafters) > 1:
             break
     if trees := [drafter.name for drafter in drafters if drafter.tree_nodes]:
@@ -65,7 +65,7 @@ def route_between(target: LanguageModel, drafters: Sequence[Drafter]) -> Router:
 
 
 def _needed(router: Router, arm: Arm) -> float:
-    """Return the acceptance rate from which an arm pays; NaN if none does."""
+    """Return the acceptance rate above which an arm pays; NaN if there is none."""
     k = np.arange(1, arm.k_max + 1)
     round_s = router.verify_s[k + 1] + arm.draft_s * arm.draft_steps(k)
     return break_even(round_s / router.verify_s[1])
@@ -87,17 +87,17 @@ def measure_cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
 
 
 def _widest(target: LanguageModel, most: int) -> int:
-    """Return the longest draft, at most `most` tokens, whose cost can be measured."""
+    """Return the largest K, at most `most`, whose cost can be measured."""
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
 
 
 def judge_drafts(
     drafter: Drafter | None, generation: Generation, cost: Cost | None, *, busy: bool = False
 ) -> dict[str, Any]:
-    """Return `alpha`, `break_even` and `what_paid` of a summary, for chains with measured costs.
+    """Return `what_paid`, and for a single drafter `alpha` and `break_even`, of a `PairSummary`.
 
-    A router has its costs; `cost` has those of any other drafter. On a `busy` machine, `what_paid`
-    states no break-even.
+    A router contains its costs; `cost` are those of any other drafter. The result is empty without
+    costs. On a `busy` machine, `what_paid` states no break-even.
     """
     if isinstance(drafter, Router):
         step_s = drafter.verify_s[1]

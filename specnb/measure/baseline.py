@@ -1,8 +1,8 @@
 """The baseline: the fastest plain decoding of the same weights on this machine, in any engine.
 
 The shipped files of the zoo have 4 or 8 bits per weight. Their 16- and 32-bit forms, in llama.cpp
-and in torch, have the same values (rounded once more to 16 bits). Plain decoding of the shipped
-file is therefore a baseline of all forms.
+and in torch, have the same values (in 16 bits, rounded once more). Plain decoding of the shipped
+file is therefore a baseline for all forms.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOKENS = 24
-"""Number of timed tokens."""
+"""Number of timed tokens per prompt."""
 MOST_BYTES = 1 << 30
-"""Models with larger weights are not dequantized to torch for the comparison."""
+"""Models with larger weights are not dequantized in torch for the comparison."""
 
 
 class Baseline(BaseModel, frozen=True):
-    """Plain decoding speed of a target's weights: the fastest, and that of the target as opened.
+    """Plain decoding speed of a target's weights: in the fastest engine, and in the opened one.
 
-    `baseline_engine` is the fastest engine and type; `baseline_note` tells why another engine was
+    `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
     not timed. Older records have no baseline: their speedups are over the same engine.
     """
 
@@ -40,9 +40,9 @@ class Baseline(BaseModel, frozen=True):
 
     @property
     def share(self) -> float:
-        """Speed of the target over that of the baseline, at most 1.
+        """Plain decoding speed of the target over that of the baseline, at most 1.
 
-        Multiplied by it, a speedup over the same engine becomes one over the baseline.
+        A speedup over the same engine, multiplied by it, is the speedup over the baseline.
         """
         if not self.baseline_engine:
             return 1.0
@@ -51,8 +51,8 @@ class Baseline(BaseModel, frozen=True):
     def over(self, table: "pd.DataFrame") -> "pd.DataFrame":
         """Convert a table of speedups over the same engine to speedups over the baseline.
 
-        The former are in the column `speedup_same_engine`. The intervals do not include the
-        uncertainty of the share.
+        The column `speedup_same_engine` contains the former. The intervals do not include the
+        uncertainty of `share`.
         """
         over_baseline = table[["speedup", "low", "high"]] * self.share
         return table.assign(speedup_same_engine=table["speedup"], **over_baseline)
@@ -66,9 +66,9 @@ class Baseline(BaseModel, frozen=True):
 def find_rivals(name: str) -> list[str]:
     """Return other model names with the weights of `name` that may decode faster.
 
-    They are the GGUF file in llama.cpp, and in torch with the type `auto`: for a target in torch
-    only if that is int4. A 16- or 32-bit form of the zoo is replaced by the shipped file. Models
-    in memory have no rivals.
+    They are the GGUF file in llama.cpp, and in torch with dtype `auto`; for a target in torch, the
+    latter only if `auto` is int4. A 16- or 32-bit form of a zoo model is replaced by the shipped
+    file. Models in memory have no rivals.
 
     >>> find_rivals("smollm2-135m:q8_0?backend=hf&dtype=float32"), find_rivals("hf:ORG/NAME")
     (['smollm2-135m:q8_0'], [])
@@ -92,7 +92,7 @@ def find_rivals(name: str) -> list[str]:
 
 
 def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Baseline:
-    """Time plain decoding of TOKENS tokens for a target and its rivals, prompt by prompt.
+    """Time plain decoding of TOKENS tokens per prompt, interleaving a target and its rivals.
 
     The first prompt also serves as warm-up. Rivals that cannot be opened in addition to the target
     are not timed. Resets the target.

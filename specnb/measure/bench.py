@@ -21,9 +21,9 @@ from specnb.prompts import Prompt
 from specnb.records import Generation, pool_rounds
 
 FEWEST = 5
-"""The fewest prompts for an interval: fewer give no useful estimate of the variance."""
+"""Smallest number of prompts for an interval: fewer give no useful estimate of the variance."""
 NORMAL = 1.959964
-"""Half width of a 95 % interval in standard errors; all intervals are 95 % intervals."""
+"""Half-width of a 95 % interval in standard errors. All intervals are 95 % intervals."""
 TERMS = {
     1: (NORMAL, 2.372271, 2.822499, 2.555850, 1.589534),
     3: (2.393980, 4.028553, 6.456963, 7.925300, 6.962609),
@@ -48,7 +48,7 @@ Statistic = Callable[[np.ndarray], float]
 def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
     """Return a statistic of rows with its interval; the ends are NaN for fewer than FEWEST rows.
 
-    The scale is logarithmic, for ratios, unless `log=False`: for statistics that may be 0 or
+    The scale is logarithmic, which suits ratios. Use `log=False` for statistics that may be 0 or
     negative. See `ends`.
     """
     data = np.asarray(rows, dtype=np.float64)
@@ -62,12 +62,12 @@ def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic,
 
 
 def ends(value: np.ndarray, without: np.ndarray, *, log: bool = True) -> tuple[np.ndarray, np.ndarray]:
-    """Return the jackknife interval (Student's t) around `value (…)`.
+    """Return the ends of the jackknife interval (Student's t) around `value (…)`.
 
-    `without (n, …)` are the values without each row. The variance is not multiplied by (n - 1) / n
-    (MacKinnon & White 1985, HC3). With 5 or 12 prompts, the coverage is 93 to 97 % for standard
-    deviations of up to 0.4 (log speedups) and 0.5 (log lengths). If one prompt in five accounts for
-    the whole gain, it is about 75 % with 5 prompts.
+    `without (n, …)` contains the value without each row. There is no factor of (n - 1) / n in the
+    variance (MacKinnon & White 1985, HC3). With 5 or 12 prompts, the coverage is 93 to 97 % for
+    standard deviations of up to 0.4 (log speedups) and 0.5 (log lengths). If one prompt in five
+    accounts for the whole gain, it is about 75 % with 5 prompts.
     """
     scale, inverse = (np.log, np.exp) if log else (np.asarray, np.asarray)
     middle = scale(value)
@@ -85,7 +85,7 @@ def student_t(df: float, tried: int = 1) -> float:
 
 
 def widen(best: pd.DataFrame, tried: int) -> pd.DataFrame:
-    """Widen the intervals of speedups, each the best of `tried` on `n_prompts` (Bonferroni).
+    """Widen the intervals of speedups, each selected as the best of `tried` ones (Bonferroni).
 
     If none of three alternatives gains, the interval of the best one is above 1 in 4 to 5 % of
     cases. The widened one is above 1 in 1.7 to 2.9 %, or 3.5 % if the three are independent.
@@ -98,7 +98,7 @@ def widen(best: pd.DataFrame, tried: int) -> pd.DataFrame:
 
 
 def wilson(rate: float, n: float, z: float) -> tuple[float, float]:
-    """Return Wilson's interval (1927) of a rate over `n` trials, +- `z` standard errors."""
+    """Return Wilson's interval (1927) of a rate over `n` trials, for +- `z` standard errors."""
     width = 1 + z * z / n
     middle = rate + z * z / (2 * n)
     spread = z * sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
@@ -108,16 +108,16 @@ def wilson(rate: float, n: float, z: float) -> tuple[float, float]:
 
 
 def rate_ratio(rows: np.ndarray) -> float:
-    """Return the speedup of rows (tokens, seconds, baseline tokens, baseline seconds).
+    """Return the speedup of `rows (n, 4)`: tokens, seconds, baseline tokens, baseline seconds.
 
-    It is the ratio of total tokens per total seconds.
+    It is the ratio of two speeds, each total tokens over total seconds.
     """
     tokens, seconds, base_tokens, base_seconds = rows.sum(axis=0)
     return float((tokens / seconds) / (base_tokens / base_seconds))
 
 
 def rate(rows: np.ndarray) -> float:
-    """Return total tokens per total seconds of rows (tokens, seconds)."""
+    """Return total tokens over total seconds of `rows (n, 2)`: tokens, seconds."""
     tokens, seconds = rows.sum(axis=0)
     return float(tokens / seconds)
 
@@ -139,7 +139,7 @@ class Timed(NamedTuple):
 
 
 def rotate(names: Sequence[str], n_prompts: int, repeats: int = 1) -> list[tuple[int, int, str]]:
-    """Return the repeat, prompt and name of interleaved runs. Their order rotates: no name is always first."""
+    """Return (repeat, prompt, name) of interleaved runs, in rotating order."""
     return [
         (repeat, index, names[(index + repeat + turn) % len(names)])
         for repeat in range(repeats)
@@ -192,7 +192,7 @@ def compare(
 
 
 def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
-    """Return the table of `compare` for completed runs, which may be of some prompts only."""
+    """Return the table of `compare` for completed runs, which need not cover all prompts."""
     frame = pd.DataFrame(runs, columns=Timed._fields).rename(columns={"n_tokens": "n_decoded"})
     frame["seconds"] = frame.groupby(["method", "prompt"])["wall_s"].transform("median")
     counts = [pool_rounds([run.generation] if run.generation else []) for run in runs]
@@ -210,16 +210,17 @@ SPEED = ["n_decoded", "seconds", "plain_decoded", "plain_s"]
 
 
 def speed_table(rows: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return one row per group of `by`: totals, and the speedup over plain decoding in the same engine.
+    """Return one row per group: totals, and the speedup over plain decoding in the same engine.
 
     `rows` has a row for each text and method, live or replayed, with the columns SPEED, `drafted`,
-    `accepted`, `rounds` and `tau`. Optional are `live_plain_s`, the measured seconds of plain
-    decoding if `plain_s` is predicted; `wall_s`, `n_tokens`, `plain_wall_s` and `plain_tokens`, with
-    prefill; `identical` and `temperature`; and `lossless`.
+    `accepted`, `rounds` and `tau`. Optional columns are `live_plain_s`, the measured seconds of
+    plain decoding if `plain_s` is predicted; `wall_s`, `n_tokens`, `plain_wall_s` and
+    `plain_tokens`, all with prefill; `identical` and `temperature`; and `lossless`.
 
     Columns: those of `by`, tokens_per_s, drafted, accepted, acceptance_rate, tau, speedup with low
     and high (interval over texts), wall_speedup, identical (number of greedy texts that equal plain
-    decoding), lossless, n_prompts. The three optional ones depend on the columns of `rows`.
+    decoding), lossless, n_prompts. Without the optional columns of `rows`, wall_speedup, identical
+    and lossless are absent.
     """
     return pd.DataFrame(
         dict(zip(by, key, strict=True)) | _speed(group)
@@ -297,7 +298,7 @@ class PairBench(NamedTuple):
 
     @property
     def conclusion(self) -> str:
-        """The verdict with its numbers, in sentences, after the advice not to draft, if any."""
+        """The verdict and its numbers in sentences, after the advice not to draft, if any."""
         row, busy = self.best(), self.verify_curve.busy
         advice = "Leave drafting off. " if self.leave_off else ""
         reason = " (the machine was busy)" if busy else ""
@@ -327,12 +328,12 @@ def time_pairs(
     max_new_tokens: int,
     progress: Progress = silent,
 ) -> list[PairBench]:
-    """Time each drafter with every K and with a router (`auto`), all interleaved with plain decoding."""
+    """Time plain decoding, and each drafter with every K and a router (`auto`), interleaved."""
     progress(0, 1, "measuring the costs of forward passes")
     with steady_threads(target, *(drafter.model for drafter in drafters)):
         # 1. Time forward passes.
         curve, c = verify_costs(target, drafters, max(ks))
-        # 2. Run everything live, in turn.
+        # 2. Run all methods live, interleaved.
         plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
         methods = {"plain": plain}
         for drafter in drafters:
@@ -340,7 +341,7 @@ def time_pairs(
             methods[f"{drafter.name}: auto"] = partial(plain, drafter=route_between(target, [drafter]))
         runs = list(interleaved(methods, chosen, progress=progress))
     baseline = time_baseline(target, chosen)
-    # 3. Tabulate them by drafter.
+    # 3. Tabulate the runs by drafter.
     pairs = []
     for drafter in drafters:
         prefix = f"{drafter.name}: "

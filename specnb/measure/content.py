@@ -1,7 +1,7 @@
 """The kind of text that is being written: code, json, prose or general.
 
 Two rules: an open Markdown fence decides; without one, the words of the request do. `ContentK` is
-the controller that uses them; `data/content` measures how often they are right.
+the controller that uses them; `data/content` measures their accuracy.
 """
 
 import re
@@ -16,7 +16,7 @@ FENCE = "```"
 REQUEST = 400
 """Characters at the start of a request that are searched for a kind."""
 
-# Marks with which the chat templates of common model families begin a turn.
+# Markers that begin a turn in the chat templates of common model families.
 _TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
 # Words of a request that name a kind; the first match decides.
 _ASKS = re.compile(r"""(?x)\b(?: (?P<json>(?:Geo)?JSON)
@@ -27,7 +27,7 @@ _ASKS = re.compile(r"""(?x)\b(?: (?P<json>(?:Geo)?JSON)
 
 
 def detect(prompt: str, generated: str) -> Kind:
-    """Return the kind of what is being written after `prompt`, plain or rendered by a chat template.
+    """Return the kind of the text after `prompt`, which is plain or rendered by a chat template.
 
     >>> detect("Write a poem about rain.", ""), detect("Write a poem.", "```python")
     ('prose', 'code')
@@ -42,11 +42,11 @@ def detect(prompt: str, generated: str) -> Kind:
 
 
 REPORT_K: Mapping[Kind, int] = {"code": 22, "json": 10, "general": 10, "prose": 6}
-"""Middle of the report's range of K for each content: 20-24, 8-12, 8-12, 4-8."""
+"""Middle of the field report's range of K for each kind: 20-24, 8-12, 8-12, 4-8."""
 
 
 class ContentK(Controller):
-    """Chooses K by the kind of text that is being written, from the report's table."""
+    """Chooses K by the kind of text that is being written, from the field report's table."""
 
     name = "content K"
     k_max = max(REPORT_K.values())

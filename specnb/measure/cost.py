@@ -1,7 +1,7 @@
 """Costs: T(n), seconds of a target forward pass over n tokens, and c = T_draft(1) / T_target(1).
 
-A round takes k draft steps and T(k + 1), a plain step takes T(1). The steeper T(n)/T(1) rises, the
-less speculation pays.
+A round with k draft tokens takes k draft steps and T(k + 1); a plain step takes T(1). The steeper
+T(n)/T(1) rises, the less speculation pays.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,18 +21,18 @@ from specnb.machine import Neighbours
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
 STAIRCASE = ("int4",)
-"""Types whose kernel computes rows in blocks, so that T(n) is a step function. Every width up to
-the last of WIDTHS is measured."""
+"""Dtypes whose kernel computes rows in blocks, so that T(n) is a step function. For these, every
+width up to the last of WIDTHS is measured."""
 EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
 """Widths at the steps of that function, for quick measurements and descriptions."""
 CONTEXT = 256
-"""Tokens in the state when forward passes are timed, if the models' contexts allow it."""
+"""Tokens in the state when forward passes are timed, if the contexts of the models allow it."""
 THIS_MACHINE = "this machine"
 NOISE = 0.95
 """T(n)/T(1) below which a measurement is noise: a pass over more tokens does not take less time."""
 
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
-"""Timed forward passes of each width, by the budget of a notebook."""
+"""Number of timed forward passes of each width, by the budget of a notebook."""
 
 QUICK_CONTEXT = 64
 """Tokens in the state in quick measurements."""
@@ -45,8 +45,8 @@ NAMED = {
     "96-core EPYC": (1.16, 0.027),
 }
 """Machines to compare with: T(8)/T(1), and c of a typical small draft model. The first two are
-illustrations. For the last, the total is derived from published speeds (`data/report`), its split
-from file sizes."""
+illustrations. For the last, the total cost of a draft token is derived from published speeds
+(`data/report`), and its split from file sizes."""
 
 
 def widths_of(model: LanguageModel, *, quick: bool = False) -> tuple[int, ...]:
@@ -59,7 +59,7 @@ def widths_of(model: LanguageModel, *, quick: bool = False) -> tuple[int, ...]:
 class CostCurve(BaseModel, frozen=True, extra="forbid"):
     """Seconds of forward passes over `widths` tokens, after `context` tokens.
 
-    `samples_s` contains every repeat of each width, `median_s` their medians.
+    `samples_s[i]` contains every repeat of `widths[i]`, and `median_s[i]` is their median.
     """
 
     model: str
@@ -73,7 +73,7 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
         return tuple(float(np.median(s)) for s in self.samples_s)
 
     def seconds(self, n: float) -> float:
-        """Return T(n), by linear interpolation, or extrapolation with the last slope; T(0) = 0."""
+        """Return T(n), interpolated linearly, or extrapolated with the last slope. T(0) = 0."""
         widths = self.widths
         medians = self.median_s
         if n == 0:
@@ -88,7 +88,7 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
         return self.seconds(n) / self.seconds(1)
 
     def describe(self, c: float, *, across: bool) -> str:
-        """Return a sentence with `c`, measured `across` engines or not, and T(n)."""
+        """Return sentences with `c`, which may be measured `across` engines, and T(n)/T(1)."""
         widths = self.widths if len(self.widths) <= len(EDGES) else EDGES
         ratios = {n: self.ratio(n) for n in widths[1:] if n <= self.widths[-1]}
         passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
@@ -102,8 +102,8 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
 class Cost(NamedTuple):
     """Costs of rounds on the machine `name`: T(n) of the target, and c = T_draft(1) / T_target(1).
 
-    `of_target`: c is a share of the target's step (trained heads; 0 for lookup), equal on any
-    machine.
+    `of_target` means that c is a fixed share of the target's step, equal on any machine (trained
+    heads; 0 for lookup).
     """
 
     curve: CostCurve
@@ -129,7 +129,7 @@ class Cost(NamedTuple):
         return tuple(self.curve.ratio(n) for n in range(k_max + 2))
 
     def break_even(self, share: float = 1.0, k_max: int = 16) -> float:
-        """Return the acceptance rate, equal at each position, from which some K pays; NaN for none.
+        """Return the acceptance rate, equal at all positions, above which a K pays; NaN if none.
 
         `share` is the speed of plain decoding over that of the baseline. Leviathan et al.
         2211.17192, equation 1.
@@ -137,7 +137,7 @@ class Cost(NamedTuple):
         return break_even([self.round_s(k + 1, k) / self.step_s for k in range(1, k_max + 1)], share)
 
     def rate_needed(self, k: int, share: float = 1.0) -> float:
-        """Return the share of accepted draft tokens from which `k` per round pay; above 1: never.
+        """Return the acceptance rate above which K = `k` pays; a rate above 1 means never.
 
         A round commits 1 + k * rate tokens. `share` is as in `break_even`.
         """
@@ -158,9 +158,10 @@ def verify_curve(
 ) -> CostCurve:
     """Measure T(n) of `model`. Widths are interleaved in random order, so that drift affects all.
 
-    `widths` are `widths_of(model)` by default. Two warm-up passes per width are not counted; no
-    repeat starts after `limit_s` seconds. Resets the model. Raises InputError if a width or the
-    context exceeds the model's limits.
+    `widths` are `widths_of(model)` by default. Two warm-up passes per width are not counted. If
+    `limit_s` is set, no repeat starts after that many seconds, and the fastest pass of each width
+    is used, warm-up included. Resets the model. Raises InputError if a width or the context exceeds
+    the model's limits.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
@@ -175,10 +176,11 @@ def verify_costs(
 ) -> tuple[CostCurve, dict[str, float]]:
     """Measure the target's T(n) for n <= k_max + 1, and each drafter's c, T_draft(1) / T_target(1).
 
-    Returns the curve, and c by the drafter's name. All are measured in turn, as by `verify_curve`,
-    after CONTEXT tokens, or half the smallest context of the models. c is 0 for drafters without a
-    model; for trained heads it is their time per position. `quick` limits the time and uses the
-    fastest pass of each width. Raises InputError as `verify_curve`.
+    Returns the curve, and c by the drafter's name. All models are interleaved, as in
+    `verify_curve`, after CONTEXT tokens, or half the smallest context of the models if that is
+    less. For trained heads, c is their time per position over T(1); for other drafters without a
+    model it is 0. `quick` limits the time and uses the fastest pass of each width. Raises
+    InputError as `verify_curve`.
     """
     models = {d.name: d.model for d in drafters if d.model}
     half = min(model.caps.n_ctx // 2 for model in (target, *models.values()))
@@ -191,7 +193,7 @@ def verify_costs(
 
 
 def crosses_engines(target: LanguageModel, drafter: Drafter) -> bool:
-    """Return whether draft model and target run in different engines, which c then compares."""
+    """Return whether draft model and target run in different engines, so that c compares these."""
     return bool(drafter.model) and drafter.model.caps.engine != target.caps.engine
 
 
@@ -238,7 +240,7 @@ def _measured(
     of_target = samples[: len(widths)]
     passes = [(n, s) for n, of_width in zip(widths, of_target, strict=True) for s in of_width]
     busy = neighbours.contention(target.caps, passes).busy
-    if limit_s < inf:  # few samples: the fastest is best, because disturbances only add time
+    if limit_s < inf:  # with few samples the fastest is best, because disturbances only add time
         samples = [[min(of_step)] for of_step in samples]
     for model in models:
         model.reset()
@@ -250,10 +252,10 @@ def _measured(
 def plain_rates(
     model: LanguageModel, *, n_prompt: int = 512, n_gen: int = 128, repeats: int = 5
 ) -> list[dict[str, Any]]:
-    """Measure tokens per second of prefill and of single steps from an empty state, as llama-bench.
+    """Measure tokens per second of prefill and of single steps from an empty state (llama-bench).
 
-    Returns a row for each test: number of tokens (limited by the context), mean, standard deviation
-    and samples of `repeats` runs after a warm-up. Resets the model.
+    Returns a row for each test: number of tokens (limited by the context), and mean, standard
+    deviation and samples of `repeats` runs after a warm-up. Resets the model.
     """
     ids = np.random.default_rng(0).integers(0, model.vocab.size, model.caps.n_ctx).tolist()
     tests = (("prefill", n_prompt, model.caps.max_width), ("generation", n_gen, 1))

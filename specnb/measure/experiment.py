@@ -31,7 +31,7 @@ Progress = Callable[[int, int, str], None]
 LINE_S = 30.0
 """Seconds between two lines of progress if stderr is a file or a pipe."""
 FEW = 5
-"""With at most this many steps, each has a line."""
+"""With at most this many steps, every step has a line."""
 Opened = TypeVar("Opened", LanguageModel, Drafter)
 
 
@@ -44,8 +44,8 @@ class ProgressBar(tqdm):
 
     Use it as `with ProgressBar() as progress: run(params, progress=progress)`.
 
-    To a file or a pipe it writes a line for each of FEW steps, for more steps one every LINE_S
-    seconds. In a notebook it is plain text, because a widget would store its state in the notebook.
+    To a file or a pipe, it writes one line per step, or one every LINE_S seconds if there are more
+    than FEW steps. In a notebook, it is plain text, because a widget would store its state there.
     """
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ def first_of_each(chosen: Sequence[Prompt], n: int) -> list[Prompt]:
 
 
 def turns_of(conversation: Prompt) -> list[Prompt]:
-    """Return a prompt for each question of the user, with the conversation up to it."""
+    """Return one prompt per message of the user, with the conversation up to it."""
     messages = conversation.messages
     ends = range(1, len(messages) + 1, 2)
     return [conversation.model_copy(update={"messages": messages[:end]}) for end in ends]
@@ -114,7 +114,7 @@ def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_token
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
-    """Return role, name and file digest of the models; None for models that are no local file."""
+    """Return role, name and file digest of the models; the digest is None without a local file."""
     named = [("target", target.name)]
     named += [("drafter", drafter.name) for drafter in drafters if drafter.model]
     models = []
@@ -156,7 +156,7 @@ class Experiment:
         self._opened = ExitStack()
 
     def opened(self, model: Opened) -> Opened:
-        """Return `model`, whose number of threads stays constant and which is closed at the end."""
+        """Keep the number of threads of `model` constant, close it at the end, and return it."""
         self._opened.enter_context(steady_threads(model, getattr(model, "model", None)))
         return self._opened.enter_context(closing(model))
 
@@ -179,7 +179,7 @@ class Experiment:
         return generate(self.target, prompt, **(defaults | settings))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
-        """Return the record of the results so far; `error` is the one that ended the run."""
+        """Return the record of the results so far; `error` is the error that ended the run."""
         params = self.params.model_dump(mode="json")
         target = self.target
         extra = None

@@ -1,7 +1,7 @@
-"""Take a recording: follow a drafter once along the tokens that the target generated plainly.
+"""Record a drafter: follow it once along the tokens that the target generated plainly.
 
-A draft model is followed in ONE teacher-forced pass, trained heads in one pass of the target, and a
-deterministic drafter with one proposal per position.
+A draft model takes ONE teacher-forced pass, trained heads take one pass of the target, and a
+deterministic drafter takes one proposal per position.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from specnb.measure.recording import Recording
 from specnb.records import Generation
 
 PASS_WIDTH = 64
-"""Rows of logits held at once in a teacher-forced pass."""
+"""Number of rows of logits that a teacher-forced pass holds in memory at once."""
 
 
 def record(
@@ -31,7 +31,7 @@ def record(
     max_new_tokens: int = 128,
     **sampling: float,
 ) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate each prompt plainly and `follow` every drafter along it; yield both, prompt by prompt.
+    """Generate plainly from each prompt, and `follow` every drafter along the text; yield both.
 
     `sampling` are settings of `generate`: temperature, top_p, seed.
     """
@@ -51,7 +51,7 @@ def require_followed(drafters: Sequence[Drafter]) -> None:
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
         if not drafter.nested:
-            raise InputError(f"{name} drafts other tokens for each K: only drafters with nested drafts are replayed")
+            raise InputError(f"{name} drafts different tokens for each K: only nested draft tokens are replayed")
 
 
 def follow(
@@ -62,14 +62,14 @@ def follow(
     k_max: int = 24,
     max_new_tokens: int,
 ) -> list[Recording]:
-    """Return a recording of each drafter along `generation`, made plainly by `target` with `max_new_tokens`.
+    """Return a recording of each drafter along `generation`, a plain generation by `target`.
 
-    A draft model is followed in single steps if wide forward passes round differently. Live it feeds
-    two tokens at once after a fully accepted round; only there such a model may choose another token at
-    a near-tie.
+    If wide forward passes of a draft model round differently from single steps, narrower passes are
+    used. Live, the model processes two tokens in one pass after a fully accepted round; only there
+    may it draft another token at a near-tie.
 
-    Raises InputError for drafters that cannot be followed, for a generation with drafts, and for one by
-    another target or with another `max_new_tokens`.
+    Raises InputError for drafters that cannot be followed, and for a generation with draft tokens,
+    by another target, or with another `max_new_tokens`.
     """
     if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
         described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
@@ -92,7 +92,7 @@ def follow(
 
 
 class _Text:
-    """A plain generation to follow drafters along. Each `follow_…` method returns a recording without a name."""
+    """A plain generation. Each `follow_…` method returns a recording without the drafter's name."""
 
     def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
         self.target = target
@@ -103,7 +103,7 @@ class _Text:
         widest = min(k_max, target.caps.max_width - 1)
         last = min(max_new_tokens - 1, target.caps.n_ctx - n_prompt)
         self.limits = [max(0, min(widest, last - at)) for at in range(len(self.token_ids))]
-        """Largest number of draft tokens of a chain after each number of tokens."""
+        """Largest draft length of a round that starts after i generated tokens, for each i."""
         shared = {"prompt_id", "category", "target", "temperature", "top_p", "seed", "token_ids"}
         self.blank = Recording(
             **generation.model_dump(include=shared),
@@ -117,13 +117,13 @@ class _Text:
         )
 
     def read_chances(self) -> None:
-        """Record the probability of each sampled token under the target."""
+        """Record p_target of each sampled token."""
         rows = _rows_along(self.target, self.generation, PASS_WIDTH)
         chances = [float(self.sampling.probabilities(row)[self.token_ids[at]]) for at, row in rows]
         self.blank = self.blank._replace(p_target=tuple(chances))
 
     def follow_heads(self, drafter: Drafter) -> Recording:
-        """Record a sampled chain of trained heads: their rows at every position."""
+        """Record trained heads that sample a chain, from their rows at every position."""
         # heads draft nothing in the first round
         offered = [min(limit, drafter.n_heads) if at else 0 for at, limit in enumerate(self.limits)]
         keep = []
@@ -144,7 +144,7 @@ class _Text:
         )
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
-        """Record what a deterministic drafter proposes at every position."""
+        """Record the proposal of a deterministic drafter at every position."""
         reads_rows = drafter.target
         keep = []
         offered = []
@@ -156,7 +156,7 @@ class _Text:
             limit = self.limits[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
-                raise InputError(f"{drafter.name} chooses from logits: only draft models and heads are replayed so")
+                raise InputError(f"{drafter.name} picks tokens from logits: only draft models and heads may do so here")
             offered.append(len(ids))
             keep.append(tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False)))
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
@@ -165,14 +165,14 @@ class _Text:
         recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
         if reads_rows:
             return recording._replace(head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads)
-        # a drafter with a model copies nothing, so no controller that reads matches is replayed
+        # a drafter with a model has no matches, so controllers that read these are not replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
     def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
-        """Yield the position of each generated token and the text before it; heads get states of ONE pass.
+        """Yield the position of each generated token, and the tokens before it.
 
-        Live, heads get the states of narrower passes, which are the same if the engine is bit-identical
-        at all widths.
+        Heads read hidden states of wide passes. Live, the passes are narrower, and the states are
+        the same if the engine is bit-identical at all widths.
         """
         tokens = list(self.generation.prompt_ids)
         view = TokenView(tokens)
@@ -183,7 +183,7 @@ class _Text:
             self.target.reset()
             self.target.forward(tokens, n_logits=1)
         for at, token in enumerate(self.token_ids):
-            n_fed = at - 2  # heads read the state before the newest token
+            n_fed = at - 2  # heads read the hidden state of the token before the newest
             if drafter.target and n_fed >= 0 and n_fed % width == 0:
                 self.target.forward(fed[n_fed : n_fed + width], n_logits=0)
             yield at, view
@@ -192,10 +192,10 @@ class _Text:
                 drafter.commit(view)
 
     def follow_model(self, model: LanguageModel) -> Recording:
-        """Record a draft model's rows along the text."""
+        """Record a draft model by its rows along the text."""
         greedy = self.sampling.greedy
         scale = Sampling(1.0) if greedy else self.sampling
-        chances = []  # of each token to be accepted
+        chances = []  # P(accepted) of each token
         beliefs = []
         best_ids = []
         likely = []
@@ -207,12 +207,13 @@ class _Text:
             beliefs.append(top_probability(row))
             best_ids.append(best_id)
             likely.append(q_draft)
-        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)  # a shorter context ends drafting
+        # if the model's context is full, it drafts nothing
+        room = model.caps.n_ctx + 1 - len(self.generation.prompt_ids)
         offered = tuple(max(0, min(limit, room - at)) for at, limit in enumerate(self.limits))
         keep = tuple(tuple(chances[at : at + n]) for at, n in enumerate(offered))
         drafts = []
         for at, row in enumerate(keep if greedy else ()):
-            n = row.index(0.0) + 1 if 0.0 in row else len(row)  # up to the first wrong draft
+            n = row.index(0.0) + 1 if 0.0 in row else len(row)  # up to the first rejected one
             drafts.append(tuple(map(self.target.vocab.piece, best_ids[at : at + n])))
         return self.blank._replace(
             keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely), drafts=tuple(drafts)
@@ -220,18 +221,18 @@ class _Text:
 
 
 def _kept(q_draft: float, p_target: float) -> float:
-    """Return the probability that a draft is accepted, given that its token is the true one (`measure.replay`)."""
-    # p_target may be 0 if a block rounds differently from the step that drew the token: then q/p is above 1
+    """Return P(the draft token is accepted | the true token is committed); see `measure.replay`."""
+    # p_target may be 0 if a wide pass rounds differently from the step in which the token was drawn
     return min(1.0, q_draft / p_target) if p_target > 0 else float(q_draft > 0)
 
 
 def _pass_width(caps: Capabilities) -> int:
-    """Return the largest width at which a pass gives the rows of single steps, as live drafts do."""
+    """Return the largest pass width, up to PASS_WIDTH, that gives the rows of single steps."""
     return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
 def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (position, row of logits) for every generated token that fits, teacher-forced in blocks."""
+    """Yield (position, row of logits) for every generated token that fits, by teacher forcing."""
     model.reset()
     room = model.caps.n_ctx - len(generation.prompt_ids)
     if room < 0 or not generation.token_ids:

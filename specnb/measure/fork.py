@@ -1,9 +1,9 @@
-"""Why do greedy texts diverge: by rounding, or by a fault?
+"""Why greedy texts diverge: by rounding, or by a fault.
 
-A forward pass over n tokens adds in another order than n single steps, so logits differ by rounding
-(the width noise). If the logits of the two best tokens are closer than that, either may win. Any
-other divergence is a fault. So is noise larger than the rounding of the model's type: otherwise a
-wrong pass over several tokens would count as noise.
+A forward pass over n tokens sums in a different order from n single steps, so logits differ
+slightly by rounding (the noise). If the two best logits differ by less than that, either token may
+be chosen. Any other divergence is a fault. Noise that exceeds the rounding of the model's dtype is
+a fault, too; otherwise, a wrong pass over several tokens would count as noise.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from specnb.measure.replay import ReplayStep
 
 ROUNDING = {True: 1e-3, False: 0.1}
-"""The largest noise explained by rounding, as a share of a row's range (largest minus median
-logit), by whether the type is float32. On SmolLM2-135M it is 1e-5 in float32 and at most 0.03 in
+"""The largest noise that rounding explains, as a share of a row's range (largest minus median
+logit), by whether the dtype is float32. On SmolLM2-135M, it is 1e-5 in float32, and at most 0.03 in
 bfloat16 and with 4-bit weights."""
 
 
 class TextFork(BaseModel, frozen=True):
     """The first position where two token sequences differ, and the logits of both tokens there.
 
-    `margin` is the difference of the logits in single steps. `noise` is the largest difference
-    between passes over several tokens and single steps in the two best logits of a row, up to that
-    position; `noise_share` is its share of the row's range. `near_tie`: margin <= 2 * noise, and
-    the noise is small enough to be rounding.
+    `margin` is the difference of the two logits in single steps. `noise` is the largest difference
+    between passes over several tokens and single steps, in the two best logits of any row up to
+    that position; `noise_share` is its largest share of a row's range. `near_tie` is True if the
+    margin is at most 2 * noise and the noise is small enough to be rounding.
     """
 
     position: int
@@ -51,7 +51,7 @@ class TextFork(BaseModel, frozen=True):
 
 
 def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> TextFork | None:
-    """Return the fork of a greedy generation from the plain one; None if one is a prefix."""
+    """Return where a greedy generation diverges from the plain one; None if one is a prefix."""
     width = drafted.k + 1
     return explain_fork(target, plain.prompt_ids, plain.token_ids, drafted.token_ids, width=width)
 
@@ -59,10 +59,10 @@ def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> Te
 def explain_fork(
     target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
 ) -> TextFork | None:
-    """Measure margin and noise at the first fork of two generations after `prompt_ids`.
+    """Measure margin and noise where two generations after `prompt_ids` diverge.
 
-    Returns None if there is no fork. Runs the target on the common tokens twice, in single steps
-    and in passes over `width` tokens. Resets it.
+    Returns None if they do not diverge. Runs the target on the common tokens twice, in single steps
+    and in passes over `width` tokens. Resets the target.
     """
     position = n_common(a, b)
     if position == min(len(a), len(b)):
@@ -91,12 +91,12 @@ def force(
     width: int,
     other: LanguageModel | None = None,
 ) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
-    """Feed the first token of each item of `watched` after a prompt, whatever the target predicts.
+    """Feed the first token of each item of `watched` after a prompt (teacher forcing).
 
-    Returns rows, noise `(n,)` and ranges `(n,)`. A row contains the logits in single steps of the
-    item's tokens and of the two most likely tokens. Noise is the largest change of the latter in
-    passes over `width` tokens (of `other`, if set). A range is the largest minus the median logit.
-    Resets both models.
+    Returns rows, noise `(n,)` and ranges `(n,)`, one per item. A row contains the logits of the
+    item's tokens, then of the two most likely tokens, in single steps. Noise is the largest change
+    of these two logits in passes over `width` tokens (of `other`, if given). A range is the largest
+    minus the median logit. Resets both models.
     """
     ids = [tokens[0] for tokens in watched[:-1]]
     top_two = []
@@ -115,9 +115,9 @@ def force(
 def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[ReplayStep]") -> TextFork | None:
     """Return the first token that `model` drafted differently live and in a replay, if any.
 
-    After a fully accepted round, the live model processes two tokens in one pass, the replay one;
-    weights with few bits round these differently. Returns None also if only the number of draft
-    tokens differs, because a rule stopped elsewhere. Rounds are chains.
+    After a fully accepted round, the live model processes two tokens in one pass, the replay one
+    token; weights with few bits round these differently. Returns None also if only the number of
+    draft tokens differs, because a controller stopped elsewhere. Rounds must be chains.
     """
     # 1. Find the first round that differs, and the tokens before the differing one.
     common = ()
@@ -141,8 +141,8 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[Re
 def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:
     """Yield rows of logits after the prompt and each of `ids`, from passes over `width` tokens.
 
-    The last pass is filled up if the context allows it. Otherwise a single remaining token would be
-    a single step in both cases, without noise.
+    The last pass is padded if the context allows it. Otherwise, a single remaining token would be a
+    single step in both cases, without noise.
     """
     target.reset()
     yield target.forward(prompt_ids, n_logits=1)[0]

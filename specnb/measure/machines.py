@@ -25,7 +25,7 @@ from specnb.provenance import provenance
 KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
 RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
-"""Tokens of a prefill and of plain decoding, and timed runs of each."""
+"""Number of tokens of a prefill and of plain decoding, and of timed runs of each."""
 
 
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
@@ -61,7 +61,7 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if not self.low <= self.speedup <= self.high:
-            raise ValueError(f"speedup {self.speedup} is outside of {self.low} to {self.high}")
+            raise ValueError(f"got speedup {self.speedup}, expected low to high, {self.low} to {self.high}")
         return self
 
     @property
@@ -81,14 +81,14 @@ def machine_rows() -> dict[str, MachineRow]:
 
 
 def known_machines() -> dict[str, tuple[float, float]]:
-    """Return T(8)/T(1) and c: of NAMED, and of rows that were measured with a draft model."""
+    """Return (T(8)/T(1), c) by machine: of NAMED, and of all rows whose c is not 0."""
     return NAMED | {name: (row.at8, row.c) for name, row in machine_rows().items() if row.c}
 
 
 def machines(cost: Cost, names: Iterable[str] | None = None) -> dict[str, Cost]:
-    """Return `cost` and, by name, the costs on the machines `names`, by default on all known ones.
+    """Return costs by machine: `cost`, and those on the machines `names`, by default all known.
 
-    Their c is used for draft models only; c of trained heads and lookup is the same everywhere.
+    Their c is used for draft models only. For trained heads and lookup, c is that of `cost`.
     """
     profiles = known_machines()
     costs = {cost.name: cost}

@@ -24,7 +24,7 @@ from specnb.records import REPEAT, Generation, Summary
 
 WARM_UP_TOKENS = 4
 FEWEST_STEPS = 5
-"""Number of single steps whose median is T(1), if no baseline was timed."""
+"""Smallest number of single steps whose median is T(1), if no baseline was timed."""
 TRAINED = (HEADS, "hydra", "jump", "eagle")
 """Trained drafters, which propose chains or trees."""
 OPTIONS = {
@@ -33,11 +33,11 @@ OPTIONS = {
     "self_type": ("self",),
     "arms": ("auto",),
 }
-"""The drafters that accept an option."""
+"""The drafters that accept each option."""
 
 
 def share_options(drafters: Sequence[str | None], options: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Return, by drafter, the options that it accepts. Raises InputError for one that none of them accepts."""
+    """Return the options that each drafter accepts. Raises InputError for one that none accepts."""
     for name in options:
         require_known("option of a drafter", name, OPTIONS)
         if set(OPTIONS[name]).isdisjoint(drafters):
@@ -49,11 +49,11 @@ def share_options(drafters: Sequence[str | None], options: Mapping[str, Any]) ->
 
 
 class PairSummary(Baseline, Summary):
-    """The summary of a generation, and its comparison with a baseline (None without one).
+    """The summary of a generation, and its comparison with plain decoding (None without it).
 
-    `estimated_speedup` is computed from single steps in or after the run. `speedup_same_engine` is
-    the ratio of one run each (use a sweep for an interval), `speedup` is over the fastest plain
-    decoding of the same weights. `fork` is set if greedy tokens differ.
+    `estimated_speedup` is computed from single steps during or after the run.
+    `speedup_same_engine` compares one run each (use a sweep for an interval); `speedup` is over the
+    fastest plain decoding of the same weights. `fork` is set if greedy tokens differ.
     """
 
     speedup: float | None = None
@@ -62,8 +62,8 @@ class PairSummary(Baseline, Summary):
     fork: TextFork | None = None
     busy: bool | None = None  # other processes disturbed the run and its speeds
     alpha: float | None = None  # accepted over tested draft tokens
-    break_even: float | None = None  # alpha from which drafting pays here, in this engine
-    what_paid: str | None = None  # acceptance and costs of each drafter, where drafts are chains
+    break_even: float | None = None  # alpha above which drafting pays in this engine
+    what_paid: str | None = None  # acceptance and costs of each drafter of chains
     notes: tuple[str, ...] = ()  # caveats, such as fewer draft tokens than requested
 
 
@@ -77,7 +77,7 @@ class PairRun(BaseModel, frozen=True):
 
     @property
     def conclusion(self) -> str:
-        """The speedup in one sentence, over the baseline if it was measured; "" if unknown."""
+        """The speedup in one sentence, over the baseline if that was measured; "" if unknown."""
         summary = self.summary
         drafted = self.generation.total_draft_tokens
         if not (speed := summary.speedup or summary.estimated_speedup):
@@ -109,8 +109,8 @@ def run_pair(
     Args:
         target_name: a model name, as for `specnb.load`.
         drafter_name: a draft model, a name of `registry.DRAFTERS`, or None for plain decoding.
-        prompt: a prompt, text or token ids.
-        with_baseline: whether to decode plainly, too.
+        prompt: text, token ids, messages or a `Prompt`.
+        with_baseline: whether to decode plainly as well.
         strict: whether to raise errors of the drafter instead of decoding plainly.
         controller: name of one of CONTROLLERS, which chooses at most `k` draft tokens. Without
             `controller` and `k`, a router chooses K by costs that are measured first.
@@ -118,7 +118,7 @@ def run_pair(
             remove text.
         settings: settings of `specnb.generate`, and options of drafters (OPTIONS).
 
-    Raises errors for invalid settings before a model is loaded.
+    Raises InputError for invalid settings before a model is loaded.
     """
     options = _take_options(drafter_name, controller, settings)
     k = settings.get("k")
@@ -156,7 +156,7 @@ def run_pair(
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
         busy = neighbours.during(target.caps, [g for g in (baseline, generation) if g]).busy
         generation = generation.model_copy(update={"fallback": fallback or generation.fallback})
-        # 4. Compare; costs that were not needed before are measured after the text is complete.
+        # 4. Compare. Measure costs that were not needed before.
         plain = baseline and baseline.tokens_per_s
         step_s = 1 / plain if plain else _step_s(target, generation)
         compared = _compare(target, baseline, generation) if baseline else {}
@@ -171,7 +171,7 @@ def run_pair(
 
 
 def _take_options(drafter: str | None, controller: str | None, settings: dict[str, Any]) -> dict[str, Any]:
-    """Remove the options of drafters from `settings` and return them. Refuses other drafters'."""
+    """Remove `drafter`'s options from `settings` and return them. Raises InputError for others."""
     options = {name: settings.pop(name, None) for name in OPTIONS}
     options = share_options([drafter], {name: value for name, value in options.items() if value is not None})[drafter]
     if drafter in TRAINED:
@@ -231,7 +231,7 @@ def _compare(target: LanguageModel, baseline: Generation, generation: Generation
 
 
 def _step_s(target: LanguageModel, generation: Generation) -> float | None:
-    """Return T(1), the median of a drafted generation's plain rounds and of steps after it."""
+    """Return T(1) of a drafted generation: the median of its plain rounds and of later steps."""
     steps = [r.verify_s + r.other_s for r in generation.rounds if r.width == 1 and not r.k]
     while generation.drafter and len(steps) < FEWEST_STEPS and target.n_past < target.caps.n_ctx:
         start_s = perf_counter()

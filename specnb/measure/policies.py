@@ -1,4 +1,4 @@
-"""Which draft length: every policy that is replayed, and that `specnb generate --controller` takes, in one table."""
+"""The policies that choose K: those to replay, and those of `specnb generate --controller`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -9,15 +9,17 @@ from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost
 
 FIXED, AUTO = "fixed K", "auto"
-"""Two names of the explorer: every round the same K; and the router, between a drafter and plain decoding."""
+"""Names of two policies: the same K in every round, and the router."""
 MOST = 16
-"""The most drafts of a round of the router, and where K is chosen."""
+"""Largest K of routers, and of controllers if `k` is not given."""
 
 
 class Policy(NamedTuple):
-    """`make` a fresh controller from what rounds cost and the most drafts; `option` names it for `specnb generate`.
+    """A way to choose K. `make(cost, k_max)` returns a new controller.
 
-    `depends` says what changes its rounds, beside what is replayed: k, the most drafts, and machine, the costs.
+    `option` is the name for `--controller`; "" if there is none. `depends` names what its rounds
+    depend on, other than the recording: "k" (largest K) and "machine" (costs). `reads_beliefs`
+    tells whether it needs the drafter's probabilities.
     """
 
     make: Callable[[Cost, int], Controller]
@@ -34,4 +36,4 @@ POLICIES = {
     "cost-aware": Policy(lambda cost, k: CostAware(cost.ratios(k), cost.c), "cost-aware", ("machine",)),
 }
 CONTROLLERS = {policy.option: policy.make for policy in POLICIES.values() if policy.option}
-"""Those that choose K round by round, by option."""
+"""Functions that make a controller, by option."""

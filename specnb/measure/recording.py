@@ -1,4 +1,4 @@
-"""What a drafter would do along the tokens that the target generated: the data and its file.
+"""Recordings of what a drafter would propose along the tokens that the target generated.
 
 Because decoding is lossless, the generated tokens do not depend on the drafts. One recording
 (`measure.follow`) therefore answers every K and every controller (`measure.replay`).
@@ -19,7 +19,7 @@ from specnb.io import reading, write_atomic
 FORMAT = 2
 
 Belief = Annotated[float, BeforeValidator(lambda stored: stored[0] if isinstance(stored, list) else stored)]
-"""The largest probability of a drafter's row. Earlier files store it as [top, entropy]."""
+"""The largest probability of a drafter's row. Older files store it as [top, entropy]."""
 
 
 class Recording(NamedTuple):
@@ -27,19 +27,22 @@ class Recording(NamedTuple):
 
     For a round that starts after i generated tokens:
 
-    * `keep[i][j]`: the probability that draft j is accepted, given that those before it were and the true token is
-      committed; for at most k_max drafts, and within the generation;
-    * `offered[i]`: number of proposed drafts, including those beyond the end of the generation, which are verified;
-    * `support[i]`: the length of the match that a lookup copies from, 0 without a match;
-    * `beliefs[i]`: the largest probability of the draft model's row for token i, along the true tokens, as far as its
-      context reaches;
-    * `pieces[i]`: the text of token i;
-    * `drafts[i]`: the texts of the proposed drafts, for a greedy draft model up to the first wrong one. Empty if
-      drafts are sampled, and in earlier files;
-    * `head_beliefs[i][j]`: of trained heads, the largest probability of the row of head j, which depends on where the
-      round starts;
-    * `round_steps`: the drafter's steps in every round that drafts; 0 if each draft takes one step;
-    * `top_p`: the sampling setting; 1 (off) in earlier files.
+    * `keep[i][j]`: P(draft token j is accepted, given that those before it were and the true token
+      is committed), for at most k_max draft tokens, and within the generation;
+    * `offered[i]`: number of proposed draft tokens, including those beyond the end of the
+      generation, which are verified, too;
+    * `support[i]`: length in tokens of the match that lookup copies from, 0 without a match;
+    * `drafts[i]`: texts of the proposed tokens, for a greedy draft model up to the first rejected
+      one; empty if draft tokens are sampled, and in older files;
+    * `head_beliefs[i][j]`: for trained heads, the largest probability of the row of head j, which
+      depends on the start of the round.
+
+    For token i: `pieces[i]` is its text; `beliefs[i]` is the largest probability of the draft
+    model's row along the true tokens, within its context; `p_target[i]` and `q_draft[i]` are its
+    probabilities under the target (if sampled) and the draft model.
+
+    `round_steps` is the number of draft steps in every round that drafts; 0 means one step per
+    draft token. `top_p` is the sampling setting; 1 (off) in older files.
     """
 
     prompt_id: str
@@ -66,7 +69,7 @@ class Recording(NamedTuple):
 
     @property
     def key(self) -> dict[str, Any]:
-        """The columns that identify it in a table: prompt, drafter, content, temperature."""
+        """The columns that identify it in a table: prompt, drafter, category, temperature."""
         return {name: getattr(self, name) for name in ("prompt_id", "drafter", "category", "temperature")}
 
     @property
@@ -74,7 +77,7 @@ class Recording(NamedTuple):
         return len(self.token_ids)
 
     def steps(self, drafted: int) -> int:
-        """Return the drafter's steps for a chain of `drafted` tokens."""
+        """Return the number of draft steps for a chain of `drafted` tokens."""
         return self.round_steps if drafted and self.round_steps else drafted
 
 
@@ -84,10 +87,13 @@ class Trace(NamedTuple):
     recordings: tuple[Recording, ...]
 
     def select(self, **wanted: object) -> "Trace":
-        """Return the recordings whose fields equal `wanted`, such as category="code". Raises InputError if none do."""
+        """Return the recordings whose fields equal `wanted`, such as category="code".
+
+        Raises InputError if there is none.
+        """
         chosen = tuple(r for r in self.recordings if wanted.items() <= r._asdict().items())
         if not chosen:
-            raise InputError(f"the trace holds no recording with {wanted}")
+            raise InputError(f"the trace contains no recording with {wanted}")
         return Trace(chosen)
 
     def save(self, path: Path) -> None:
@@ -100,12 +106,13 @@ class Trace(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Trace":
-        """Read a file that `save` wrote, also an earlier version. Raises InputError for other files."""
+        """Read a file of this FORMAT, which may lack newer fields. Raises InputError for others."""
         with reading(path):
             table = pq.read_table(path)
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
             if meta["format"] != FORMAT:
-                raise InputError(f"{path} is a trace of format {meta['format']}, not {FORMAT}; record it again")
-            fields = [name for name in table.column_names if name in Recording._fields]  # earlier files have others
+                raise InputError(f"got format {meta['format']} in the trace {path}, expected {FORMAT}: record it again")
+            # older files have other columns as well
+            fields = [name for name in table.column_names if name in Recording._fields]
             rows = table.select(fields).to_pylist()
             return cls(TypeAdapter(tuple[Recording, ...]).validate_python(rows))

@@ -1,8 +1,8 @@
 """Replay: rounds, acceptance and speed of every K, computed from one recording without running it.
 
-Let x be the tokens that the target generated. Lossless decoding makes x independent of the drafts.
-Drafting and verifying are therefore a Markov chain along x. Its transition probabilities are known
-from one pass of the drafter over x (`measure.follow`):
+Let x be the tokens that the target generated. Because decoding is lossless, x does not depend on
+the draft tokens. Drafting and verifying are therefore a Markov chain along x. Its transition
+probabilities are known from one pass of the drafter over x (`measure.follow`):
 
 * greedy: a draft token is accepted if and only if it equals x, so a round that starts at position i
   accepts the common prefix;
@@ -52,13 +52,13 @@ class Counts(NamedTuple):
         return self.n_tokens / self.rounds
 
     def seconds(self, cost: Cost) -> float:
-        """Return the predicted decoding time without prefill."""
+        """Return the predicted decoding time, without prefill."""
         verify = sum(calls * cost.curve.seconds(width) for width, calls in self.by_width.items())
         return verify + self.steps * cost.c * cost.step_s
 
 
 def fixed_k(recording: Recording, k: int) -> Counts:
-    """Return the exact expected counts with draft length k."""
+    """Return the exact expected counts with draft length `k`."""
     return every_k(recording, [k])[0]
 
 
@@ -250,7 +250,7 @@ def tally(recording: Recording, steps: Sequence[ReplayStep], k_max: int) -> np.n
 
 
 def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], float]:
-    """Return the draft length of least expected cost for each position, and their total seconds.
+    """Return the draft length of lowest expected cost at each position, and the expected seconds.
 
     Dynamic programming from the end: V(i) = min over K of cost(K) + E V(i + n_accepted + 1). The
     oracle knows which draft tokens will be accepted (greedy) or their acceptance probabilities
@@ -328,11 +328,11 @@ class RoutedText(NamedTuple):
 
 
 class _RecordedDrafter(DrafterBase):
-    """Proposes the drafts of `recording`, and advances a simulated clock."""
+    """Proposes the draft tokens of `recording`, and advances a simulated clock."""
 
     recording: Recording
     read_cost: float
-    """Cost of processing a committed token, in draft steps; as of the router."""
+    """Cost of processing a committed token, in draft steps; as in the router."""
     n_prompt: int
 
     def __init__(self, recording: Recording, draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
@@ -343,7 +343,7 @@ class _RecordedDrafter(DrafterBase):
         self.at_once = bool(recording.round_steps)
         self.n_heads = recording.round_steps
         self.n_past = 0
-        # The router only tests whether a drafter uses the target's states or a model.
+        # The router only tests whether a drafter uses the target's hidden states or a model.
         self.target: Any = self.at_once or recording.head_beliefs or None
         self.model: Any = None if self.target or recording.support else self
 
@@ -388,7 +388,7 @@ def route(
     of a live router with the same clock, except for the number of draft tokens after a wrong one
     (see `walk_recording`). For sampled ones, acceptance is random. The number of prompt tokens is
     estimated from the text's bytes per token. The router learns across texts; `expected` are the
-    drafters' expected acceptance rates.
+    drafters' prior acceptance rates.
     """
     # 1. Create the router, with recorded drafters and a simulated clock.
     texts = {}

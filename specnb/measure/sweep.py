@@ -1,16 +1,16 @@
-"""The experiment: generate plainly, follow drafters along the text, replay every policy, run some live.
+"""The experiment: generate plainly, follow drafters along the text, replay policies, run some live.
 
-Lossless decoding makes a text independent of the drafts. So each text is generated once, plainly, and
-every drafter is followed along it (`measure.follow`). That answers every draft length and every
-controller (`measure.replay`). A few run live, to check the predictions.
+Because decoding is lossless, a text does not depend on the draft tokens. So each text is generated
+once, plainly, and every drafter is followed along it (`measure.follow`). A replay then predicts
+every draft length and every controller (`measure.replay`). Some run live, to check the predictions.
 
 Notebooks 01, 02, 07 and 09 are this experiment. They take the same steps of `Sweep`, and differ in
-what they replay and what they run live:
+what they replay and what they run live, here separated by a semicolon:
 
 * 01: every K of every drafter; some K of the first drafter.
 * 02: every controller and the router, on several machines; every controller.
 * 07: every K of every drafter, and routers; the best K of every drafter, and routers.
-* 09: what its reader chooses.
+* 09: the choices of its reader.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ Sampling = tuple[float, float]
 WARM_UP_TOKENS = 8
 Methods = Callable[[float], Mapping[str, Mapping[str, Any]]]
 """Maps a temperature to settings of `specnb.generate` by name. It is called before each generation,
-so that a controller can be new."""
+so that each can have a new controller."""
 
 
 class Sweep(Experiment):
@@ -53,7 +53,7 @@ class Sweep(Experiment):
         self.costs: dict[str, Cost] = {}
         self.recordings: list[Recording] = []
         self.replay_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds in which each drafter was followed and replayed."""
+        """Seconds spent on following and replaying each drafter."""
 
     def open_models(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """1. Open the target and the drafters. Leave out those of `optional` that do not fit.
@@ -63,11 +63,11 @@ class Sweep(Experiment):
         """
         engine = self.params.model_dump(include={"backend", "dtype"})
         if engine.get("backend") != "hf":
-            engine.pop("dtype", None)  # llama.cpp takes none
+            engine.pop("dtype", None)  # llama.cpp has no such option
         self.open_target(self.params.target, **{name: value for name, value in engine.items() if value})
         for name in required:
             self._open(name)
-        require_followed(self.routers)  # none can be followed
+        require_followed(self.routers)  # raises if there is one: routers cannot be followed
         for name in optional:
             try:
                 self._open(name)
@@ -133,9 +133,9 @@ class Sweep(Experiment):
         return [row | {"live_plain_s": plain_s[row["prompt_id"], row["temperature"]]} for row in rows]
 
     def _replay_router(self, router: Any, k_max: int) -> Iterator[dict[str, Any]]:
-        """Yield a row for each text; the texts of a temperature are one stream.
+        """Yield a row for each text; the texts of one temperature form one stream.
 
-        Yields none if an arm is not one of the drafters.
+        Yields nothing if an arm is not one of the drafters.
         """
         arms = {arm.drafter.name: arm.drafter for arm in router.arms}
         if arms.keys() - self.costs.keys():

@@ -1,10 +1,10 @@
-"""Triage: does the acceptance look like a poor drafter or like a fault, and like which one?
+"""Triage: does the acceptance look like a poor drafter or like a fault, and which one?
 
-A poor drafter is correct a few times in ten, evenly. Faults have other signs: no draft token is
-ever accepted, all draft tokens of a round are equal, only the first is ever correct, or none is
+A poor drafter is right a few times in ten, with no pattern. Faults have other signs: no draft token
+is ever accepted, all draft tokens of a round are equal, only the first is ever accepted, or none is
 beyond some length. The thresholds of the signs are outside the range of correct drafters, and the
-counts must be large enough; with too few rounds the verdict is `inconclusive`. No tensors are
-compared, and the rounds may come from any engine.
+counts must be large enough: with too few rounds, the verdict is `inconclusive`. No tensors are
+compared, so the rounds may come from any engine.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from specnb.measure.pair import PairRun
 
 LOOKUP = "lookup("
-"""Prefix of the names of lookup drafters. Few accepted drafts are not a fault of these."""
+"""Prefix of the names of lookup drafters, for which low acceptance is not a fault."""
 NEAR_ZERO = 0.05
 """Acceptance rate that compatible drafters exceed: small, quantized or translated draft models have
 0.2 to 0.9."""
 ALIVE = 0.25
-"""Acceptance rate that is clearly above zero."""
+"""Acceptance rate that is clearly above 0."""
 REPEATED = 0.3
 """Share of equal adjacent draft tokens above which they may be a fault."""
 TIMES_TEXT = 3.0
-"""Multiple of the text's share that they must exceed, too."""
+"""Multiple of the share in the text that they must also exceed."""
 PERFECT = 0.98
 """Acceptance rate above which almost nothing is rejected."""
 PARTS = 10
-"""Number of equal parts of the drafts, sorted by position, at whose borders rates are compared."""
+"""Number of equal parts of the rounds, sorted by position; rates are compared at their borders."""
 
 REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
 """For each fault, where to look and what to try next."""
@@ -44,8 +44,8 @@ REMEDIES = read_toml(Path(__file__).with_name("remedies.toml"))
 class Share(NamedTuple):
     """`hits` of `n` with the 95 % Wilson interval; if n is 0, rate NaN and the interval 0 to 1.
 
-    Trials are assumed to be independent. Draft tokens of one text are not quite, so thresholds need
-    a margin.
+    Trials are assumed to be independent. The draft tokens of one text are not quite independent, so
+    thresholds need a margin.
     """
 
     hits: int
@@ -69,7 +69,7 @@ class Share(NamedTuple):
 
 
 class Triage(NamedTuple):
-    """The verdict on the acceptance of some rounds; the most specific of `suspicions` are first."""
+    """The verdict on the acceptance in some rounds; `suspicions` start with the most specific."""
 
     verdict: Literal["suspicious", "nothing suspicious", "inconclusive"]
     suspicions: tuple[Finding, ...] = ()
@@ -86,7 +86,7 @@ class Triage(NamedTuple):
 def triage(
     generations: Sequence[Generation], *, vocab_size: int, forks: Sequence["TextFork | Mapping[str, Any]"] = ()
 ) -> Triage:
-    """Judge the rounds of generations with one drafter, except for rounds with k = 0.
+    """Judge the rounds of generations with one drafter, except rounds with k = 0.
 
     `forks` are those of greedy generations that differ from plain decoding (`measure.fork`, or the
     entries of a sweep's record). Near-ties among them are ignored.
@@ -135,14 +135,14 @@ def suspicion(result: "PairRun") -> str:
     return triage([result.generation], vocab_size=result.vocab_size, forks=[fork] if fork else []).line
 
 
-# --- the signs: names of faults and the evidence for them, the most specific first ------------------
+# --- the signs: names of faults and the evidence for them, the most specific first ---------------
 
 
 def _signs_of_draft(
     drafted: Sequence[Generation], alphas: Sequence[Share], vocab_size: int
 ) -> Iterator[tuple[str, str]]:
-    """Yield the signs that lookup cannot have."""
-    # 1. The draft tokens of a round are equal, though those of the text are not.
+    """Yield the signs of faults that lookup cannot have."""
+    # 1. The draft tokens of a round are equal, but the tokens of the text are not.
     chains = [r.draft_ids for g in drafted for r in g.rounds if r.k and not r.parents]
     repeats = Share.true_among([a == b for ids in chains for a, b in pairwise(ids)])
     texts = [(*g.prompt_ids, *g.token_ids) for g in drafted]
@@ -176,7 +176,7 @@ def _signs_of_draft(
 
 
 def signs_by_position(alphas: Sequence[Share]) -> Iterator[tuple[str, str]]:
-    """Yield the signs that the acceptance by position shows alone, whichever engine counted it."""
+    """Yield the signs that follow from the acceptance rates by position alone, in any engine."""
     first, *others = alphas
     if others and first.low >= ALIVE and others[0].high < NEAR_ZERO:
         second = others[0]
