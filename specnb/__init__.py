@@ -2,8 +2,8 @@
 
 Glossary (the only terms for these things, in code, tables and figures):
 
-    target            the model whose output counts
-    drafter           what proposes tokens: a draft model, prompt lookup, trained heads
+    target            the model that verifies draft tokens and defines the output
+    drafter           the proposer of draft tokens: a draft model, prompt lookup, trained heads
     K                 draft length: tokens proposed in one round
     round             one cycle draft -> verify -> commit; every record consists of rounds
     n_accepted        accepted draft tokens of a round, 0..K; a round commits n_accepted + 1 tokens
@@ -14,9 +14,9 @@ Glossary (the only terms for these things, in code, tables and figures):
     T(n)              seconds of one target forward pass over n new tokens
     c                 cost of one draft step in plain steps: T_draft(1) / T_target(1)
     rollback          restore a model's state exactly to an earlier position; `rewind(n)` does it
-    baseline          the fastest plain decoding of the target's weights here, in any engine;
-                      speedups are over it
-    lossless          greedy: the tokens of plain decoding; sampling: its distribution
+    baseline          the fastest plain decoding of the target's weights on this machine, in any
+                      engine; speedups are relative to it
+    lossless          same output as plain decoding (greedy), or same distribution (sampling)
 
     record = specnb.generate("smollm2-135m", "def fib(n):", drafter="lookup", k=8)
 
@@ -26,7 +26,7 @@ The names below are imported on first use, which keeps `import specnb` fast.
 from importlib import import_module
 from typing import Any
 
-# Imported now: a later import of the submodule would replace the function by the module.
+# Imported now: a later import of the submodule would replace the function with the module.
 from specnb.errors import importing
 from specnb.prompts import Prompt as Prompt
 from specnb.prompts import prompts as prompts
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         if name in _WHERE:
             return getattr(import_module(_WHERE[name]), name)
     names = ", ".join(__all__)
-    raise AttributeError(f"module 'specnb' has no attribute {name!r}, only {names}")
+    raise AttributeError(f"module 'specnb' has no attribute {name!r}: choose from {names}")
 
 
 def __dir__() -> list[str]:

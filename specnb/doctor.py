@@ -1,7 +1,7 @@
 """Check what the suite needs on this machine. `specnb check` shows the results.
 
-Checks try the thing itself: a model decodes. An error in a check is a result of that check, and the
-others still run.
+A check runs the component itself: for example, it decodes with a model. An exception in one check
+becomes its result, and the other checks still run.
 """
 
 import re
@@ -44,7 +44,7 @@ from specnb.lm.gguf.binding import load_library
 print(load_library().api.llama_print_system_info().decode(), flush=True)
 model = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64")
 row = model.forward([1])[-1]
-# 9 tokens run other kernels than 1 token
+# 9 tokens use different kernels from 1 token
 assert numpy.isfinite(model.forward([1] * 9)).all(), "the logits are not finite"
 print("token", row.argmax(), "follows token 1")
 """
@@ -61,10 +61,10 @@ class Prerequisite(NamedTuple):
 
 
 def diagnose(*, decode: bool = True) -> list[Prerequisite]:
-    """Check each prerequisite. Takes seconds, and imports torch.
+    """Check all prerequisites. Takes seconds, and imports torch.
 
-    With `decode` the real model runs; it is fetched if it is not in the cache. Never raises for
-    something that is missing.
+    With `decode`, PROBE_MODEL also decodes; it is downloaded if it is not in the cache. A missing
+    prerequisite is a finding and never raises.
     """
     checks = [check_torch, check_threads, check_load, check_browser]
     if decode:
@@ -83,7 +83,7 @@ def guarded(check: Callable[[], Prerequisite | list[Prerequisite]]) -> list[Prer
 
 
 def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
-    """Return a finding with its fix unless it is `ok`; then it is `otherwise`, a warning by default."""
+    """Return a finding: True if `ok`, else `otherwise` (None: a warning) with its `fix`."""
     return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
 
 
@@ -96,7 +96,7 @@ def check_torch() -> Prerequisite:
 
 
 def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisite]:
-    """Decode with llama.cpp in a separate process, which a build for another CPU kills; check the build."""
+    """Decode in a subprocess, because llama.cpp built for another CPU crashes; check the build."""
     from specnb.lm.files import zoo_file
 
     try:
@@ -108,17 +108,17 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
         fix = f"with a network, once: specnb models --fetch {PROBE_MODEL}"
         return [Prerequisite(DECODES, False, str(error), fix)]
     except subprocess.TimeoutExpired:
-        fix = f"try again with the machine idle, else rebuild: {REBUILD}"
+        fix = f"retry on an idle machine, or rebuild: {REBUILD}"
         return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
     code = done.returncode
     output = done.stderr if code else done.stdout
     line = output.strip().rpartition("\n")[2][:500]
     fix = REINSTALL
     if code < 0:
-        line = f"died decoding ({signal.Signals(-code).name}): {line}"
+        line = f"crashed while decoding ({signal.Signals(-code).name}): {line}"
         fix = DEATHS.get(-code, REBUILD)
     findings = [judge(DECODES, code == 0, line, fix, False)]
-    # printed before it died
+    # printed even if it crashed later
     if used := re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0]):
         names = [INSTRUCTION_SETS[flag] for flag in cpu_facts()["isa"]]
         lacks = [name for name in names if name not in ("", *used)]
@@ -131,7 +131,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
 
 
 def check_threads() -> Prerequisite:
-    """Compare the threads set in the environment and in torch with the cores; nested regions multiply them."""
+    """Compare the thread settings with the cores; nested parallel regions multiply threads."""
     record = provenance()
     cores = record["cpu"]["available_cores"]
     best = {
@@ -144,10 +144,10 @@ def check_threads() -> Prerequisite:
     fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
     settings = [f"{name}={text}" for name, text in stated.items()]
     if torch := record["torch"]:
-        settings.append(f"torch takes {torch['threads']}")
+        settings.append(f"torch uses {torch['threads']}")
         if torch["threads"] > cores:
             fixes["OMP_NUM_THREADS"] = cores
-    detail = f"{', '.join(settings) or 'none asked for'}; {cores} cores are available"
+    detail = f"{', '.join(settings) or 'none set'}; {cores} cores are available"
     fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
     return judge("threads", not fixes, detail, fix)
 
@@ -159,13 +159,13 @@ def check_load() -> Prerequisite:
     sleep(1.1 * LOOK_S)
     taken = neighbours.cores() or 0.0
     idle = taken <= cores - available_cores() + SPARE
-    detail = f"other processes take {taken:.1f} of {cores} cores"
+    detail = f"other processes use {taken:.1f} of {cores} cores"
     return judge("load", idle, detail, "wait for them (see `top`), then check again")
 
 
 def check_browser() -> Prerequisite:
-    """Look for a Chromium that kaleido can use: without it figures are not exported as images."""
-    from choreographer.browsers.chromium import Chromium  # what kaleido itself asks
+    """Look for a Chromium that kaleido can use: without it, figures are not exported as images."""
+    from choreographer.browsers.chromium import Chromium  # the lookup that kaleido uses
 
     path = Chromium.find_browser(skip_local=False)
     ok = path is not None and Path(path).is_file()

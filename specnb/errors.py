@@ -50,11 +50,11 @@ class EngineError(SpecnbError, RuntimeError):
 
 
 class ServerError(SpecnbError, RuntimeError):
-    """A server does not answer, or not as its engine does."""
+    """A server does not respond, or its response is not in its engine's format."""
 
 
 class VocabularyMismatch(SpecnbError, ValueError):
-    """Draft tokens and target tokens stand for different texts."""
+    """The token ids of draft model and target stand for different texts."""
 
 
 OTHER_DRAFTERS = "Use a draft model with the target's tokenizer, --drafter self (a copy of it), or --drafter lookup"
@@ -78,13 +78,13 @@ class NonFiniteLogits(SpecnbError, FloatingPointError):
 
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """Return the closest of `names` as a question and a space; "" if none is close."""
+    """Return "did you mean …? " with the closest of `names`; "" if none is close."""
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def require_known(noun: str, name: object, names: Iterable[str]) -> None:
-    """Raise InputError unless `names` has `name`; suggest the closest name and list all."""
+    """Raise InputError unless `names` contains `name`; suggest the closest name and list all."""
     names = list(names)
     if name not in names:
         text = str(name)[:200]
@@ -101,7 +101,7 @@ def require_number(name: str, value: Any, kind: type, low: float, high: float = 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Convert the failed import of an extra's package to a MissingExtraError with the command."""
+    """Convert the failed import of an extra's package to MissingExtraError with a pip command."""
     try:
         yield
     except ModuleNotFoundError as error:

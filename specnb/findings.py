@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """One check, its verdict, the evidence or the reason for skipping it, and known upstream `issues`.
+    """A check, its verdict, its evidence (or why it was skipped), and known upstream `issues`.
 
-    `remedy` is what to do or to try next; it is empty if nothing is wrong.
+    `remedy` says what to do or try next; it is empty if nothing is wrong.
     """
 
     check: str

@@ -65,7 +65,7 @@ def plain(value: Any, where: str = "value", nan: Literal["error"] | None = "erro
         value = value.item()
     match value:
         case str():
-            return str.__str__(value)  # of a str enumeration the value, not the name
+            return str.__str__(value)  # for a str enum, the value rather than the name
         case None | int():
             return value
         case float() if math.isfinite(value):
@@ -122,7 +122,7 @@ def file_digest(path: str | Path) -> str:
 
 @contextlib.contextmanager
 def reading(place: str | Path) -> Iterator[None]:
-    """Convert errors of the system and of decoders to an InputError that names `place`."""
+    """Convert errors of the OS and of decoders to an InputError that names `place`."""
     try:
         yield
     except SpecnbError:
@@ -134,7 +134,7 @@ def reading(place: str | Path) -> Iterator[None]:
 
 
 def regular_stat(path: Path) -> os.stat_result:
-    """Return the `stat` of a regular file. Raises OSError for others: a pipe may never end."""
+    """Return the `stat` of a regular file. Raises OSError for others, such as a pipe."""
     if path.exists() and not path.is_file():
         raise OSError("it is not a regular file")
     return path.stat()
@@ -155,7 +155,7 @@ def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
 
 
 def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises InputError as `read_text` does, and for other JSON."""
+    """Read a JSON object from a file. Raises InputError as `read_text`, or if it is not one."""
     with reading(f"{path}: the JSON"):
         value = json.loads(read_text(path, limit))
         if not isinstance(value, dict):
@@ -169,7 +169,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield (line number, value) of each nonblank line; a byte order mark and CRLF are allowed.
+    """Yield (line number, value) for each nonblank line; a byte order mark and CRLF are allowed.
 
     Raises InputError with file and line if a line is not JSON in UTF-8, and as `read_bytes` does.
     """
@@ -183,7 +183,7 @@ def json_lines(path: str | Path) -> Iterator[tuple[int, Any]]:
 
 
 def validated(model: type[Model], value: Any, where: str) -> Model:
-    """Validate `value` as a `model`. Raises InputError with `where`, reasons and values."""
+    """Validate `value` as a `model`. Raises InputError with `where`, the reasons and the values."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -247,8 +247,9 @@ def write_atomic(path: str | Path, data: bytes) -> None:
 def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Path:
     """Return the file or folder `dest`, calling `make(path)` to write it unless it exists.
 
-    One thread or process makes it, others wait. Its name must identify its source. Raises FetchError
-    if the disk is not writable or has less than `n_bytes` free, and what `make` raises.
+    One thread or process creates it while others wait. Its name must identify its source. Raises
+    FetchError if the disk is not writable or has less than `n_bytes` free, or if the lock is held
+    for LOCK_WAIT_S; errors of `make` propagate.
     """
     if dest.exists():
         return dest
@@ -258,7 +259,7 @@ def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Pa
         if not dest.exists():
             need_space(dest.parent, n_bytes)
             try:
-                _remove(partial)  # of a process that was killed
+                _remove(partial)  # left by a killed process
                 make(partial)
                 partial.replace(dest)
             finally:
@@ -279,5 +280,5 @@ def need_space(folder: Path, n_bytes: int) -> None:
 
 
 def size_of(path: Path) -> int:
-    """Return the bytes of a file; 0 if it does not exist."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     return path.stat().st_size if path.is_file() else 0

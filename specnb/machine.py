@@ -1,9 +1,9 @@
 """The machine: its cores, memory and instruction sets, and the load of other processes.
 
-Facts are read from Linux files under PROC and SYSTEM; what cannot be read is unknown, which is no
-error. The load matters because llama.cpp's threads spin at a barrier after every operator. With as
-many threads as cores and one other busy process they wait for the thread that does not run, and the
-speed drops to a tenth.
+Facts are read from Linux files under PROC and SYSTEM. If a file cannot be read, the fact is
+unknown; this is not an error. The load matters because llama.cpp's threads spin at a barrier after
+every operator. With as many threads as cores, one other busy process makes all of them wait for the
+descheduled thread, and the speed drops to a tenth.
 """
 
 import contextlib
@@ -40,9 +40,9 @@ SLOW_SHARE = 0.05
 SPARE = 0.3
 """Cores that other processes may use before a thread counts as disturbed."""
 LOOK_S = 0.5
-"""Seconds between two measurements of the load, because processor times have a resolution of 0.01 s."""
+"""Seconds between load measurements, because CPU times have a resolution of 0.01 s."""
 GLANCE_S = 0.1
-"""Seconds of the measurement at the start of a generation."""
+"""Duration in seconds of the load measurement at the start of a generation."""
 STALE_S = 2.0
 """Age in seconds at which an average is out of date."""
 
@@ -58,10 +58,10 @@ def kernel_text(file: Path) -> str:
 
 
 def cgroup_folders() -> list[Path]:
-    """Return the folders of the control group (version 2) of this process and its ancestors, innermost first.
+    """Return the cgroup v2 folders of this process and their parents, innermost first.
 
-    In a container PROC may name folders of the host. The top of the mount, which has the container's
-    own limits, is always included.
+    In a container, PROC may name folders of the host. The root of the mount, which has the
+    container's own limits, is always included.
     """
     mount = SYSTEM / "fs/cgroup"
     group = re.search(r"^0::/(?!\.\.)(.*)", kernel_text(PROC / "self/cgroup"), re.MULTILINE)
@@ -73,25 +73,25 @@ def cgroup_folders() -> list[Path]:
 
 
 def allowed_cores() -> list[int]:
-    """Return the numbers of the logical cores that this process may run on."""
+    """Return the indices of the logical cores that this process may run on."""
     process = psutil.Process()  # macOS has no CPU affinity
     return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
 
 
 def core_siblings() -> set[str]:
-    """Return the hyperthreads of each physical core in `allowed_cores`; empty if unknown."""
+    """Return the sibling list ("0,4") of each physical core that is allowed; empty if unknown."""
     folder = SYSTEM / "devices/system/cpu"
     return {kernel_text(folder / f"cpu{n}/topology/thread_siblings_list") for n in allowed_cores()} - {""}
 
 
 def quota_cores() -> float | None:
-    """Return the CPU quota of the control group in cores, the smallest along its path; None without a limit."""
+    """Return the CPU quota in cores, the smallest of all `cgroup_folders`; None if unlimited."""
     matches = (re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
     return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
 
 
 def available_cores() -> int:
-    """Return the number of physical cores this process may use; more threads make verification slower."""
+    """Return the number of physical cores this process may use; more threads slow verification."""
     physical = len(core_siblings()) or psutil.cpu_count(logical=False) or 1
     return max(1, min(physical, len(allowed_cores()), math.ceil(quota_cores() or physical)))
 
@@ -104,11 +104,11 @@ def cpuinfo() -> tuple[str | None, frozenset[str]]:
 
 
 def cpu_facts() -> dict[str, Any]:
-    """Return the CPU's model, instruction sets and cores, and Linux settings that affect speed; None if unknown.
+    """Return the CPU's model, instruction sets and cores, and Linux settings that affect speed.
 
-    Cores are physical, logical, usable (affinity), the quota of the control group, and available, the
-    number of threads that engines use by default. `numa_nodes` counts those of the usable cores, and
-    `load_average` is over 1, 5 and 15 minutes.
+    Unknown values are None. Core counts are physical, logical, usable (affinity), quota (cgroup),
+    and available, the default number of threads of the engines. `numa_nodes` counts the nodes of
+    the usable cores; `load_average` is over 1, 5 and 15 minutes.
     """
     model, flags = cpuinfo()
     cores = allowed_cores()
@@ -132,7 +132,7 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def auto_dtype(device: str = "cpu") -> str:
-    """Return the dtype that `auto` stands for: bfloat16 if `device` has it in hardware, else float32."""
+    """Return the dtype for `auto`: bfloat16 if `device` supports it in hardware, else float32."""
     if device == "cpu":
         return "bfloat16" if BFLOAT16 & cpuinfo()[1] else "float32"
     import torch
@@ -145,30 +145,30 @@ def auto_dtype(device: str = "cpu") -> str:
 
 
 def need_bytes(weights: int, state: int = 0) -> int:
-    """Return the bytes a model needs: weights, state (KV cache, recurrent state) and work buffers."""
+    """Return the bytes a model needs: weights, state (KV cache, recurrent) and work buffers."""
     return weights + state + max(MIN_MARGIN_BYTES, math.ceil(MARGIN_SHARE * weights))
 
 
 def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cpu") -> None:
     """Check that `weights` and `state`, in bytes, fit the free memory of `device`.
 
-    The check runs before a model is loaded, because running out of memory kills the process or makes
-    the machine swap. `name` is the model in the error. Raises MemoryShortError with all numbers and the
-    remedy, and InputError for an unknown device.
+    The check runs before a model is loaded, because running out of memory kills the process or
+    makes the machine swap. `name` is the model's name for the error message. Raises
+    MemoryShortError with all numbers and the remedy, and InputError for an unknown device.
     """
     free = free_bytes(device)
     need = need_bytes(weights, state)
     if need > free:
-        parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for work"
+        parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for buffers"
         needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
-        raise MemoryShortError(f"{needs}; use a smaller n_ctx or quantisation, or no draft model")
+        raise MemoryShortError(f"{needs}; use a smaller n_ctx or quantized type, or no draft model")
 
 
 def free_bytes(device: str = "cpu") -> int:
-    """Return the bytes that can be allocated on `cpu`, `cuda` or `cuda:N` without swapping or being killed.
+    """Return the bytes that can be allocated on `cpu`, `cuda` or `cuda:N` without swapping or OOM.
 
-    CPU: the available memory, bounded by the memory limits of the control group (version 2). CUDA: the
-    free memory that the driver reports plus what torch reserves but does not use. Raises InputError for
+    CPU: the available memory, bounded by the cgroup v2 memory limits. CUDA: the free memory that
+    the driver reports, plus memory that torch has reserved but does not use. Raises InputError for
     an unknown device.
     """
     if device == "cpu":
@@ -180,16 +180,16 @@ def free_bytes(device: str = "cpu") -> int:
     index = int(match[1] or 0)
     n_devices = torch.cuda.device_count()
     if index >= n_devices:
-        raise InputError(f"device {device!r} is not there: torch sees {n_devices} CUDA devices; use device=cpu")
+        raise InputError(f"device {device!r} does not exist: torch sees {n_devices} CUDA devices; use device=cpu")
     free, _ = torch.cuda.mem_get_info(index)
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
 
 def _cgroup_room_bytes(folder: Path) -> float:
-    """Return limit minus use of one control group, at least 0; infinity without a limit."""
+    """Return limit minus usage of one cgroup in bytes, at least 0; infinity if unlimited."""
     texts = [kernel_text(folder / f"memory.{name}") for name in ("max", "high")]
     limit = min((int(text) for text in texts if text.isdigit()), default=math.inf)
-    # the use includes file pages that the kernel drops on demand, such as those of the model file
+    # usage includes file pages that the kernel drops on demand, such as those of the model file
     reclaimable = re.search(r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE)
     used = int(kernel_text(folder / "memory.current") or 0) - int(reclaimable[1] if reclaimable else 0)
     return max(0, limit - max(0, used))
@@ -204,7 +204,7 @@ def human_bytes(n_bytes: float) -> str:
 
 
 def other_processes_s() -> float:
-    """Return the CPU seconds of other processes on the cores of this one, since the machine started."""
+    """Return the CPU seconds that other processes used on this process's cores since boot."""
     cores = set(allowed_cores())
     idle = {"idle", "iowait", "guest", "guest_nice"}
     times = [t._asdict() for core, t in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
@@ -212,10 +212,11 @@ def other_processes_s() -> float:
 
 
 class Contention(NamedTuple):
-    """The load of other processes during a measurement, `other_cores` (None if it was too short).
+    """The load of other processes during a measurement.
 
-    It is `busy` if they left less than `threads` of the `cores`, or if too many forward passes were
-    slow. Then no time, and no ratio of times, supports a verdict.
+    They used `other_cores` on average (None if the measurement was too short). The machine is
+    `busy` if they left less than `threads` of the `cores`, or if too many forward passes were slow.
+    Neither times nor ratios of times then support a verdict.
     """
 
     busy: bool
@@ -239,18 +240,19 @@ class Neighbours:
         return perf_counter() - self._start_s
 
     def cores(self, least_s: float = LOOK_S) -> float | None:
-        """Return the average number of cores they used; None for less than `least_s` seconds."""
+        """Return the average number of cores they used; None in the first `least_s` seconds."""
         seconds = self.age_s()
         return None if seconds < least_s else max(0.0, other_processes_s() - self._before_s) / seconds
 
     def during(self, caps: Any, generations: Iterable[Generation]) -> Contention:
-        """Return the contention during `generations` by a model with `caps`, whose `details` have its threads."""
+        """Return the contention during `generations` by a model with `caps`; see `contention`."""
         return self.contention(caps, [(r.width, r.verify_s) for g in generations for r in g.rounds])
 
     def contention(self, caps: Any, forwards: Sequence[tuple[int, float]]) -> Contention:
-        """Return the load that other processes caused since construction.
+        """Return the contention since this object was created.
 
-        `forwards` are the (width, seconds) of the forward passes of a model with `caps`.
+        `forwards` are the (width, seconds) of the forward passes of a model with `caps`, whose
+        `details` have its number of threads.
         """
         threads = caps.details.get("threads") or available_cores()
         cores = len(allowed_cores())
@@ -262,7 +264,7 @@ class Neighbours:
 
 
 def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
-    """Count the (width, seconds) that took at least SLOW times the lower quartile for their width."""
+    """Count the passes (width, seconds) of at least SLOW times their width's lower quartile."""
     by_width = defaultdict(list)
     for width, seconds in forwards:
         by_width[width].append(seconds)  # width 0 computes nothing
@@ -270,10 +272,11 @@ def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
 
 
 class ThreadPace:
-    """A number of threads that follows the free cores: the largest of `counts` (ascending) that fits them.
+    """Adapt the number of threads to the free cores: the largest of `counts` (ascending) that fits.
 
-    Within a text it changes only where `any_time`, for an engine whose bits do not depend on the number of threads;
-    otherwise it is chosen once, at the start of each generation. `apply` sets it.
+    With `any_time`, it may change during a generation. This is for an engine whose logits do not
+    depend on it, bit for bit. Otherwise it is chosen once, at the start of each generation. `apply`
+    sets the number of threads of the engine.
     """
 
     def __init__(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
@@ -284,14 +287,14 @@ class ThreadPace:
         self._neighbours = Neighbours()
 
     def begin(self) -> None:
-        """Choose the number for a generation that starts now."""
+        """Choose the number of threads at the start of a generation."""
         if len(self.counts) > 1 and not self.any_time and self._neighbours.age_s() > STALE_S:
             self._neighbours = Neighbours()
             sleep(GLANCE_S)
         self._follow(GLANCE_S / 2)
 
     def step(self) -> None:
-        """Before a forward pass, look at most every LOOK_S, and change the number where the free cores did."""
+        """With `any_time`, adapt the number before a forward pass, at most every LOOK_S seconds."""
         if self.any_time:
             self._follow(LOOK_S)
 
@@ -308,7 +311,7 @@ class ThreadPace:
 
 @contextlib.contextmanager
 def steady_threads(*models: Any) -> Iterator[None]:
-    """Keep the number of threads of models whose logits depend on it, so that their texts can be compared."""
+    """Fix the thread counts of models whose logits depend on them, so that texts are comparable."""
     paces = [model.pace for model in models if getattr(model, "pace", None) and not model.pace.any_time]
     choices = [pace.counts for pace in paces]
     for pace in paces:
@@ -322,5 +325,5 @@ def steady_threads(*models: Any) -> Iterator[None]:
 
 
 def thread_counts(most: int) -> list[int]:
-    """Return the numbers of threads that a pace chooses among: a quarter of `most`, half of it, and all."""
+    """Return the `counts` of a ThreadPace: a quarter of `most`, half of it, and all of it."""
     return sorted({max(1, most // share) for share in (4, 2, 1)})

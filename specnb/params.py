@@ -1,9 +1,9 @@
 """Parameters of the notebooks: one frozen, validated model for each.
 
 Field names and defaults equal those of the notebook's `parameters` cell (a test compares them), so
-sliders, papermill and plain calls are validated alike. Sizes that are not set follow the `budget`:
-quick takes minutes on a slow machine, normal uses the defaults below, full computes intervals
-narrow enough to quote.
+sliders, papermill and plain calls are validated in the same way. Sizes that are not set follow the
+`budget`: quick takes minutes on a slow machine, normal uses the defaults below, and full gives
+intervals narrow enough to quote.
 """
 
 import os
@@ -47,10 +47,11 @@ BUDGET = "SPECNB_BUDGET"
 
 
 class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """Base class of all parameter models. Unknown names, conversions and duplicates are refused.
+    """Base class of all parameter models.
 
-    `prompts` is a JSONL file or a pack (humaneval, mt-bench) that replaces the shipped prompts. It
-    is declared before `categories` or `contents`, whose default then means all of its categories.
+    Unknown names, values of another type, and duplicates in lists are rejected. `prompts` is a
+    JSONL file or a pack (humaneval, mt-bench) that replaces the shipped prompts. It is declared
+    before `categories` or `contents`, whose default then stands for all of its categories.
     """
 
     @field_validator("*")
@@ -65,7 +66,7 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
     @field_validator("prompts", check_fields=False)
     @classmethod
     def _read_prompts(cls, source: int | str) -> int | str:
-        """Read a file or pack now, before a model is opened; a number counts shipped prompts."""
+        """Read a file or pack before a model is loaded; a number counts shipped prompts."""
         if isinstance(source, str) and source:
             if source not in PACKS:
                 source = os.path.abspath(os.path.expanduser(source))  # noqa: PTH100, PTH111
@@ -75,7 +76,7 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
     @field_validator("categories", "contents", check_fields=False)
     @classmethod
     def _check_categories(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        source = info.data.get("prompts")  # None if it was refused
+        source = info.data.get("prompts")  # None if it was invalid
         available = names if source is None else categories(source)
         if source and names == cls.model_fields[info.field_name].default:
             return list(available)
@@ -99,10 +100,19 @@ def sized(quick: Any, normal: Any, full: Any = None) -> Any:
 class NotebookParams(Params):
     """Base class of the notebooks' parameters. `sized` fields that are None follow the `budget`.
 
-    `sizes` maps their names to the values at `quick` and `full`; the default is that of normal.
-    Common fields: `target` is a model name as `specnb.load` takes it, `k_max` the largest replayed
-    draft length, `prompts_per_category` the number of prompts of each category, and `live_prompts`
-    of how many of these speculation also runs live.
+    `sizes` maps their names to the values at `quick` and `full`; the field's default is for normal.
+
+    Fields that several notebooks share are documented here:
+
+    - target: a model name as in `specnb.load`
+    - backend, dtype: the engine, torch (hf) or llama.cpp (llama), and the type of the weights in
+      torch; empty: as in the target's name; dtype `auto`: the fastest on this machine
+    - drafters: names in `registry.DRAFTERS`, or draft models
+    - k: the draft length; k_max: the largest replayed draft length
+    - temperatures: sampling temperatures; 0 is greedy
+    - prompts_per_category: the number of prompts of each of `categories`
+    - live_prompts: how many of these also run live
+    - max_new_tokens: length limit of a generated text
 
     >>> budgets = ("quick", "normal", "full")
     >>> [KSweepParams.checked(budget=budget).prompts_per_category for budget in budgets]
@@ -131,8 +141,8 @@ class NotebookParams(Params):
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
         """Build from the notebook's `globals()`: use the fields, ignore all other names.
 
-        The environment variable `SPECNB_BUDGET` overrides the cell's budget. Raises InputError with
-        each invalid value.
+        The environment variable `SPECNB_BUDGET` overrides the cell's budget. Raises InputError that
+        lists missing fields or invalid values.
         """
         missing = [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]
         if missing:
@@ -144,10 +154,10 @@ class NotebookParams(Params):
 
 
 class StartParams(NotebookParams):
-    """Notebook 00: how does speculative decoding work, and which notebook answers what?"""
+    """Notebook 00: how does speculative decoding work, and which notebook answers your question?"""
 
     trace: str = "data/traces/smollm2-135m"
-    """Folder with recordings: a shipped one, or a run of notebook 09."""
+    """Folder with recordings: a shipped trace, or a run of notebook 09."""
     prompt: str = "edit-02"
     """Id of a prompt in `trace`."""
     temperature: Temperature = 0.0
@@ -156,10 +166,10 @@ class StartParams(NotebookParams):
     look_at: Count = 4
     """Number of the round that is shown in detail, from 1."""
     target: str = "smollm2-135m"
-    """Model of the timed runs at the end, for which `n_prompts` and `max_new_tokens` hold."""
+    """Model of the timed runs at the end, which use `n_prompts` and `max_new_tokens`."""
     backend: Literal["hf", "llama"] = "hf"
     n_prompts: Count = sized(1, 5, 10)
-    """Prompts of the same category as `prompt`."""
+    """Number of prompts: `prompt` and others of its category."""
     max_new_tokens: Tokens = sized(24, 64, 128)
 
 
@@ -174,13 +184,11 @@ class KSweepParams(NotebookParams):
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
-    """Engine: torch (hf) or llama.cpp (llama); empty: as the target's name says."""
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
-    """Type of the weights in torch; `auto`: the fastest one on this machine."""
     drafter: str = "lookup"
-    """Runs live and is replayed; a name of `registry.DRAFTERS` or of a draft model."""
+    """Drafter that runs live and is replayed: a name in `registry.DRAFTERS`, or a draft model."""
     replayed: list[str] = ["self", "medusa"]
-    """More drafters, which do not run live; those that do not fit the target are left out."""
+    """More drafters, replayed only; those that do not fit the target are skipped."""
     k_max: Width = 24
     ks: NonEmpty[DraftLength] = sized([4], [4, 12])
     """Draft lengths that run live."""
@@ -189,13 +197,13 @@ class KSweepParams(NotebookParams):
     categories: Categories = ["code", "edit", "json", "prose", "general"]
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 30, 60)
-    """Prompts of each benchmark pack (HumanEval, MT-bench)."""
+    """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 128, 256)
     conversations: CountOrZero = sized(1, 3, 6)
-    """Conversations of several turns."""
+    """Number of multi-turn conversations."""
     contexts: list[Tokens] = sized([256], [256, 2048, 8000])
-    """Context lengths at which forward passes for several sequences are timed."""
+    """Context lengths (tokens) at which forward passes for several sequences are timed."""
     rule: Literal["token", "block", "typical"] = "token"
     """Verification rule above temperature 0; `typical` is lossy."""
 
@@ -209,7 +217,7 @@ class KSweepParams(NotebookParams):
 
 
 class AdaptiveKParams(NotebookParams):
-    """Notebook 02: does adapting K while generating pay, and which controller is best?"""
+    """Notebook 02: should K adapt during generation, and which controller is best?"""
 
     target: str = "smollm2-135m:f16"
     drafters: NonEmpty[str] = ["lookup", "smollm2-135m:q4_0"]
@@ -220,9 +228,9 @@ class AdaptiveKParams(NotebookParams):
     prompts_per_category: Count = sized(1, 5, 8)
     live_prompts: CountOrZero = 1
     live_contents: CountOrZero = sized(1, 6)
-    """The first of `categories` whose prompts also run live, with every controller."""
+    """Number of `categories`, from the first, whose prompts also run live with every controller."""
     conversations: CountOrZero = sized(1, 2, 3)
-    """Conversations whose answers switch between prose, code and JSON."""
+    """Number of conversations whose answers switch between prose, code and JSON."""
     max_new_tokens: Tokens = sized(16, 64)
     k_max: int = Field(default=24, ge=24)
 
@@ -237,12 +245,12 @@ class CompatibilityParams(NotebookParams):
             *("deepseek-v4", "gpt-2", "gpt-neox", "mpt", "falcon", "phi-3", "gemma-4", "bert-bge"),
         ],
     )
-    """Vocabularies that are compared with one another, by any name that `specnb compat` takes."""
+    """Vocabularies to compare with one another, by any name that `specnb compat` accepts."""
     target: str = "smollm2-135m:f32"
     draft: str = "gpt-2"
-    """Compared with `target` in detail, and run if it has weights."""
+    """Draft vocabulary, compared with `target` in detail; it runs if it has weights."""
     draft_model: str = "smollm2-135m:q4_0"
-    """Model whose text is tokenized with `draft`, or with each of `families`."""
+    """Model whose text is tokenized with the vocabulary of `draft`, and of each of `families`."""
     families: list[str] = ["qwen2.5", "phi-3"]
     pairs: list[Annotated[list[str], Field(min_length=2, max_length=2)]] = [
         ["qwen2.5-coder-32b", "qwen2.5-0.5b-instruct"],
@@ -253,7 +261,7 @@ class CompatibilityParams(NotebookParams):
         ["qwen3-coder-480b-a35b-instruct", "qwen3-0.6b"],
         ["qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b"],
     ]
-    """Target and drafter of the field report's pairs."""
+    """The field report's pairs of target and drafter."""
     prompts: str = ""
     categories: Categories = ["code", "prose"]
     prompts_per_category: Count = sized(1, 2, 6)
@@ -268,8 +276,9 @@ class RollbackParams(NotebookParams):
     target: str = "tiny-hybrid"
     engines: NonEmpty[Literal["llama", "torch"]] = ["llama", "torch"]
     draft: str = "tiny-hybrid-draft"
-    """Draft model, measured next to prompt lookup in the first of `engines`."""
+    """Draft model, measured in addition to prompt lookup in the first of `engines`."""
     ks: NonEmpty[Width] = [2, 6]
+    """Draft lengths."""
     acceptance: NonEmpty[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.8]
     """Probabilities that a scripted draft token is correct, given that those before it are."""
     prompts: str = ""
@@ -280,27 +289,28 @@ class RollbackParams(NotebookParams):
     """Length to which prompts are truncated."""
     max_new_tokens: Tokens = sized(8, 16, 24)
     memory_models: NonEmpty[str] = ["qwen3-next", "mamba-2.8b"]
-    """Models whose state is sized: names of ssm/families.toml, folders, or hf:ORG/NAME."""
+    """Models whose state size is computed: names in state_memory.toml, folders, or hf:ORG/NAME."""
 
 
 class MedusaParams(NotebookParams):
-    """Notebook 05: are these heads trained, loaded, verified and faster; if not, why?"""
+    """Notebook 05: are these heads trained, loaded and verified correctly, and are they faster?"""
 
     target: str = "smollm2-135m"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16)$")
     medusa: str = "smollm2-135m-medusa"
-    """Medusa heads of `target`."""
+    """Medusa heads for `target`."""
     hydra: str = "smollm2-135m-hydra"
-    """Hydra heads of `target`."""
+    """Hydra heads for `target`."""
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
     max_new_tokens: Annotated[int, Field(ge=4)] = sized(24, 32)
     identity_prompts: Count = sized(1, 3)
-    """Prompts whose drafted text is compared with plain decoding in float32."""
+    """Number of prompts whose speculative output is compared with plain decoding in float32."""
     rows: Tokens = sized(24, 48, 64)
-    """Rows of `row_tokens` tokens for training, and as many held out; the target generates them."""
+    """Number of rows for training, and as many held-out rows; the target generates them."""
     row_tokens: Annotated[int, Field(ge=32)] = sized(32, 64)
+    """Tokens in a row."""
     steps: Annotated[int, Field(ge=6)] = sized(10, 30, 40)
     """Training steps of the short trainings."""
     ablation_steps: Tokens = sized(3, 12, 16)
@@ -308,19 +318,19 @@ class MedusaParams(NotebookParams):
 
 
 class LeagueParams(NotebookParams):
-    """Notebook 07: which drafter pays on this machine, trained or untrained, on equal terms?"""
+    """Notebook 07: on equal terms, which trained or untrained drafter pays on this machine?"""
 
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
     dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
     drafters: NonEmpty[str] = sized(["auto", "suffix", "jump"], [*DRAFTERS])
-    """Drafters and draft models; those that do not fit the target are left out."""
+    """Drafters and draft models; those that do not fit the target are skipped."""
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     temperatures: NonEmpty[Temperature] = sized([0.0], [0.0, 0.7])
     prompts_per_category: Count = sized(1, 5, 12)
     pack_prompts: CountOrZero = sized(0, 5, 12)
-    """Prompts of each benchmark pack (HumanEval, MT-bench)."""
+    """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: CountOrZero = sized(1, 2, 5)
     max_new_tokens: Tokens = sized(12, 64, 128)
     k_max: Width = 16
@@ -330,16 +340,17 @@ class DivergenceParams(NotebookParams):
     """Notebook 06: acceptance is 0 % and nothing crashes: which module, which token, and why?"""
 
     fault: str = "positional_registry"
-    """Fault that is planted, of divergence/faults."""
+    """Fault to plant, a name in divergence/faults."""
     layer: int = Field(default=-1, ge=-1)
     """Layer of the fault; -1: the fault's default layer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     tokens: int = Field(default=24, ge=8)
-    """Tokens that the draft model reads: the prompt, then rounds of `k` with rollbacks."""
+    """Length of the text that the draft model processes: the prompt, then rounds with rollbacks."""
     prompt_tokens: Count = 14
+    """Length of the prompt, which is processed in one forward pass."""
     k: Width = 3
     gallery: list[str] = sized(["positional_registry", "split_k"], [])
-    """Faults of the second part; empty: all."""
+    """Faults shown in the second part; empty: all."""
 
 
 class LosslessParams(NotebookParams):
@@ -356,21 +367,21 @@ class LosslessParams(NotebookParams):
     texts: str = "shipped"
     """Greedy texts of other engines: a JSONL file, or `shipped` (of the default target)."""
     other: str = ""
-    """The target as the engine of the JSONL file `texts` computes it."""
+    """The target in the engine or type that wrote `texts`, if these are a JSONL file."""
 
 
 class ExplorerParams(NotebookParams):
     """Notebook 09: what is the speed with another K, drafter, temperature, content or machine?
 
-    Each prompt is generated once at every temperature, and with `top_p` at the highest; every
-    drafter is recorded along it.
+    For each prompt, one text is generated at every temperature, and one more with `top_p` at the
+    highest. Every drafter is recorded along each text.
 
     >>> ExplorerParams.checked(temperatures=[0.0, 0.5]).samplings
     ((0.0, 1.0), (0.5, 1.0), (0.5, 0.9))
     """
 
     trace: str = "auto"
-    """`auto` (shipped if all parameters are the quick defaults, else new), `new`, or as of 00."""
+    """`auto` (shipped if all parameters are the quick defaults, else new), `new`, or as in 00."""
     target: str = "smollm2-135m"
     drafters: NonEmpty[str] = ["lookup", "self"]
     prompts: str = ""
@@ -382,11 +393,11 @@ class ExplorerParams(NotebookParams):
     prompts_per_category: Count = sized(3, 5, 12)
     max_new_tokens: Tokens = sized(32, 48)
     k_max: DraftLength = 24
-    """The longest draft that is recorded."""
+    """Length of the longest recorded draft."""
 
     @property
     def samplings(self) -> tuple[tuple[float, float], ...]:
-        """(temperature, top_p) of every setting to record; top_p has no effect on greedy choice."""
+        """(temperature, top_p) of every setting to record; top_p has no effect at temperature 0."""
         samplings = [(temperature, 1.0) for temperature in self.temperatures]
         highest = max(self.temperatures)
         if highest and self.top_p < 1:
@@ -395,16 +406,16 @@ class ExplorerParams(NotebookParams):
 
 
 class ServerParams(NotebookParams):
-    """Notebook 10: does speculation pay on a server that runs, and at which K?"""
+    """Notebook 10: does speculation pay on a running server, and at which K?"""
 
     server: str = ""
-    """URL of the server; without one, a recording of llama.cpp's server is shown."""
+    """URL of the server; if empty, a recording of llama.cpp's server is shown."""
     plain: str = ""
     """URL of a server with the same target and no draft."""
     target: str = ""
-    """The server's model, opened here to judge greedy texts that differ from plain ones."""
+    """The server's model, loaded locally to judge greedy texts that differ from plain decoding."""
     prompts: str = ""
     prompts_per_category: Count = sized(1, 5)
     max_new_tokens: Tokens = sized(32, 64)
     timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds that a reply may take."""
+    """Maximum seconds for a reply."""

@@ -34,7 +34,7 @@ class Message(BaseModel, frozen=True, extra="forbid"):
 class Prompt(BaseModel, frozen=True, extra="forbid"):
     """A prompt: either `text`, continued as is, or `messages` for the model's chat template.
 
-    The last message has the role `user`. Blank texts are refused.
+    The last message must have the role `user`. Blank texts are rejected.
 
     >>> question = {"role": "user", "content": "Hello"}
     >>> Prompt(id="mine-1", category="chat", messages=[question]).without_template
@@ -61,7 +61,7 @@ class Prompt(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def without_template(self) -> str:
-        """The text, or only the last message: for models without a chat template."""
+        """The prompt for models without a chat template: the text, or only the last message."""
         return self.text or self.messages[-1].content
 
 

@@ -25,7 +25,7 @@ class Round(NamedTuple):
 
     `n_accepted` of `k` draft tokens were accepted. `committed_ids` contains these and the
     correction or bonus token, truncated where the generation ended. `accept_prob[j]` is the
-    probability that the rule accepts draft token j, given that it tests it (greedy: 0 or 1).
+    probability that the rule accepts draft token j, given that it is tested (greedy: 0 or 1).
     `width` is the number of tokens in the target's forward pass: k + 1, or k in the first round,
     where the prefill computed the first row of logits.
 
@@ -70,8 +70,8 @@ class Round(NamedTuple):
     def n_tested(self) -> int:
         """Number of positions (tree: depths) at which a draft token was accepted or rejected.
 
-        It exceeds `n_accepted` by 1 if a draft token was rejected: not if all were accepted, nor if
-        the generation ended before.
+        It exceeds `n_accepted` by 1 if a draft token was rejected, but not if all were accepted or
+        the generation ended first.
         """
         if len(self.committed_ids) <= self.n_accepted:
             return self.n_accepted
@@ -170,7 +170,7 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
     def repeated_share(self) -> float | None:
         """Share of sequences of REPEAT tokens that occurred before; None for shorter texts.
 
-        Prompt lookup is fast on loops.
+        Prompt lookup is unusually fast on texts that loop.
         """
         starts = range(len(self.token_ids) - REPEAT + 1)
         runs = [self.token_ids[i : i + REPEAT] for i in starts]

@@ -1,6 +1,6 @@
 """Registries of drafters and engines: names mapped to `"module:object"`, imported on first use.
 
-They let the core reach features that are built on top of it.
+They let the core use features that are built on top of it.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
-"""Storage of records: a folder per run, with the record in `results/<experiment>/<run_id>/run.json`.
+"""Storage of records: one folder per run, `results/<experiment>/<run_id>/`, with `run.json`.
 
-Older records have their rounds in a second file, `rounds.parquet`. All other access is by `query`.
+Older records have their rounds in a second file, `rounds.parquet`. Tables are read with `query`.
 """
 
 import json
@@ -37,7 +37,7 @@ OUTCOME = "outcome.json"
 OLDER_ROUNDS = "rounds.parquet"
 """File of the rounds in records of version 0.1."""
 FAILED = ".failed"
-"""Subfolder for the record of a failed run whose folder has the record of a completed one."""
+"""Subfolder for the record of a failed run if the folder already has that of a completed run."""
 
 CONTEXT = {
     "prompt_id": str,
@@ -48,7 +48,7 @@ CONTEXT = {
     "temperature": float,
     "seed": int,
 }
-"""Fields of a generation that its rounds repeat, so that queries over rounds need no join."""
+"""Fields of a generation that are repeated in its rounds, so that queries need no join."""
 KEY = {"experiment": str, "run_id": str, "generation": int}
 LISTS = ("rounds", "prompt_ids", "token_ids")
 SCALARS = [name for name in Generation.model_fields if name not in LISTS]
@@ -57,7 +57,7 @@ SCALARS = [name for name in Generation.model_fields if name not in LISTS]
 def results_dir() -> Path:
     """Return the folder of all records: `$SPECNB_RESULTS`, which headless runs set, or `results/`.
 
-    `results/` is in the checkout, without one in the working directory.
+    `results/` lies in the checkout or, without a checkout, in the working directory.
     """
     if folder := os.environ.get("SPECNB_RESULTS"):
         return named_folder(folder)
@@ -66,7 +66,7 @@ def results_dir() -> Path:
 
 
 def run_id(experiment: str, params: Mapping[str, Any]) -> str:
-    """Return twelve hexadecimal digits that identify an experiment (or notebook) and parameters.
+    """Return twelve hexadecimal digits that identify an experiment (or notebook) with parameters.
 
     1 and 1.0 are different values. Raises InputError for values that JSON does not support.
     """
@@ -83,17 +83,17 @@ def run_folder(results: Path, experiment: str, run_id: str) -> Path:
 
 
 def save(record: RunRecord, results: Path | None = None) -> Path:
-    """Write `record` and return its folder. Replaces an older record of the same run in one step.
+    """Write `record` and return its folder. Replaces an older record of the same run atomically.
 
     The record of a failed run never replaces that of a completed one: it is written to the
     subfolder `.failed`, which `query` ignores.
 
-    Without `results` (or with `results_dir()`), a headless notebook writes to the folder of its run,
-    `$SPECNB_RUN_FOLDER`, with the executed notebook; records with other ids go to subfolders.
-    Tuples in `params`, `provenance` and `measurements` are loaded as lists.
+    Without `results` (or with `results_dir()`), a headless notebook writes to the folder of its
+    run, `$SPECNB_RUN_FOLDER`, next to the executed notebook; records with other ids go to
+    subfolders. Tuples in `params`, `provenance` and `measurements` are loaded as lists.
 
-    Raises InputError for values that JSON does not support (NaN, keys that are not strings, objects),
-    and if the folder cannot be written.
+    Raises InputError for values that JSON does not support (NaN, keys that are not strings,
+    objects), and if the folder cannot be written.
 
     >>> import tempfile
     >>> now = "2026-11-21T12:00:00Z"
@@ -122,7 +122,7 @@ def save_beside_figures(record: RunRecord, folder: Path) -> None:
 
 
 def record_beside_figures(folder: Path, run_id: str) -> Path:
-    """Return the file of a record in a folder of figures. Raises InputError for an invalid `run_id`."""
+    """Return a record's file in a figures folder. Raises InputError for an invalid `run_id`."""
     return Path(f"{run_folder(folder, 'records', run_id)}.json")
 
 
@@ -140,13 +140,13 @@ def folder_of(record: RunRecord, results: Path | None = None) -> Path:
 
 
 def figures_dir(record: RunRecord) -> Path:
-    """Return the folder of a record's figures; in a headless run, of all its records' figures."""
+    """Return the folder of a record's figures; a headless run has one folder for all records."""
     run = os.environ.get("SPECNB_RUN_FOLDER")
     return (Path(run).absolute() if run else folder_of(record)) / "figures"
 
 
 def load_record(folder: Path) -> RunRecord:
-    """Load a record that `save` wrote to `folder`. Raises InputError with the invalid file."""
+    """Load a record that `save` wrote to `folder`. Raises InputError that names an invalid file."""
     path = Path(folder) / RUN
     document = read_json(path, MAX_BYTES)
     if document.pop("rounds_parquet", None):
@@ -155,7 +155,7 @@ def load_record(folder: Path) -> RunRecord:
 
 
 def _add_older_rounds(document: dict[str, Any], path: Path) -> None:
-    """Add the rounds in `path`, which may lack newer columns, to the generations of a record."""
+    """Add the rounds in `path`, which may lack newer columns, to the record in `document`."""
     import pyarrow.parquet as pq
 
     with reading(path):
@@ -171,7 +171,7 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
 
     Tables: `rounds` (one row per round, with `run_id`, `experiment`, `generation`), `generations`
     (their scalar fields), `runs` (`params`, `provenance` and `measurements` as JSON, times in UTC).
-    The query has no access to files and network. Damaged records are left out, with one warning
+    The query has no access to files or the network. Damaged records are skipped, with one warning
     that names them. Raises InputError if there are no valid records, and if the SQL fails.
     """
     import duckdb

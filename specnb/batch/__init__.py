@@ -1,5 +1,5 @@
 """Many runs of notebooks, on one machine or several, and tables over their records.
 
-It uses `book.engine` to run notebooks and `store` to find records; it does not depend on what a
+`book.engine` runs the notebooks and `store` finds the records; nothing here depends on what a
 notebook measures.
 """

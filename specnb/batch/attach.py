@@ -1,10 +1,11 @@
-"""Attach to a running server: does speculation pay there, at which K, and is its text the target's?
+"""Attach to a running server: does speculation pay, at which K, and is its text the target's?
 
-Prompts are sent one at a time, greedily and at T = 1, alternating with plain decoding: by the same
-server with K = 0 if it takes K from a request, else by a second server without a draft. The rounds
-of a reply are the difference of the server's counters, or stand in the reply; they answer for every
-smaller K (`batch.logs`). Plain replies give T(1), the others what a draft token adds to a round: its
-draft step and the slope of T(n), which whole replies cannot tell apart, and the choice of K need not.
+Prompts are sent one at a time, at temperatures 0 and 1, alternating with plain decoding: by the
+same server with K = 0 if requests can set K, else by a second server without a draft. The rounds
+come from the reply itself or from the server's counters before and after it; they predict every
+smaller K (`batch.logs`). Plain replies give T(1). The others give the time that a draft token adds
+to a round: its draft step plus the slope of T(n). Whole replies cannot separate the two, and the
+choice of K does not require it.
 """
 
 import json
@@ -53,23 +54,23 @@ TEMPERATURES = (0.0, 1.0)
 PLAIN = "plain"
 DRAFTED = "drafted"
 SECOND_K = 2
-"""A K whose cost is measured, too, where a request sets it."""
+"""A second K whose cost is measured if requests can set K."""
 ENGINES = {
     "llamacpp": ("/props", "build_info", "--spec-draft-n-max {}"),
     "vllm": ("/version", "version", '"num_speculative_tokens": {} in --speculative-config'),
     "sglang": ("/server_info", "version", "--speculative-num-steps {}"),
 }
-"""Engines by their name in /v1/models: path and field of their build, and their option for K."""
+"""Engines by their name in /v1/models: path and field of the build, and the option for K."""
 RECORDING = project_dir() / "data" / "servers" / "xllamacpp.json"
 MOVED = 1.15
-"""Ratio of the times of two builds that the drift of a machine does not explain."""
+"""Ratio of two builds' times that the machine's drift cannot explain."""
 EXIT_CODES = {"nothing": 0, "arithmetic": 1, "drafting": 1, "cost": 1, "cannot know": 125}
 """Exit codes by what changed between two builds."""
 
 
 @contextmanager
 def reaching(place: str) -> Iterator[None]:
-    """Convert the errors of a connection, and of a reply of another form, to a ServerError."""
+    """Convert connection errors, and errors of malformed replies, to a ServerError."""
     try:
         yield
     except ServerError:
@@ -79,7 +80,7 @@ def reaching(place: str) -> Iterator[None]:
 
 
 class Server:
-    """A running server. Only its URL is contacted; redirects and long replies are refused."""
+    """A running server. Only its URL is contacted; redirects and long replies are rejected."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
         with reading(f"the URL {url!r} (expected one such as http://localhost:8080)"):
@@ -90,7 +91,7 @@ class Server:
 
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """Return the reply to a GET, or to a POST of `body`. Raises ServerError."""
-        key = "".join(os.environ.get(KEY, "").split())  # with a line end it would be quoted in an error
+        key = "".join(os.environ.get(KEY, "").split())  # a line break would make an error quote it
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         deadline_s = perf_counter() + self.timeout_s
         data = bytearray()
@@ -106,7 +107,7 @@ class Server:
             while chunk := reply.read1(1 << 16):
                 data += chunk
                 if len(data) > MAX_REPLY or perf_counter() > deadline_s:
-                    raise ValueError(f"{len(data)} bytes so far, expected {MAX_REPLY} in {self.timeout_s:g} s at most")
+                    raise ValueError(f"{len(data)} bytes so far, expected at most {MAX_REPLY} in {self.timeout_s:g} s")
             return data.decode()
 
     def metrics(self) -> str:
@@ -126,7 +127,7 @@ class Server:
             return facts
 
     def measure(self, prompt: Prompt, k: int | None, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return counts and time of the reply to a prompt, and its text. Raises ServerError."""
+        """Send a prompt; return the reply's counts and time, and its text. Raises ServerError."""
         messages = [message.model_dump() for message in prompt.messages or ()]
         body: dict[str, Any] = {"messages": messages or [{"role": "user", "content": prompt.text}], "seed": 0}
         body |= {"cache_prompt": False, "return_meta_info": True, **settings}
@@ -155,10 +156,10 @@ class Server:
 
 
 def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = silent) -> dict[str, Any]:
-    """Run prompts on a server, and return what was measured: a fingerprint of its build.
+    """Run prompts on a server, and return the measurements, a fingerprint of its build.
 
-    `error` says why a run ended early; the replies so far are kept. Raises InputError for a wrong
-    URL, and ServerError for a server that cannot be identified.
+    If a run ends early, `error` gives the reason, and the replies so far are included. Raises
+    InputError for an invalid URL, and ServerError for a server that cannot be identified.
     """
     server = Server(params.server, params.timeout_s)
     document: dict[str, Any] = {"server": server.place, **server.identify(), "prompts_sha256": digest_prompts(chosen)}
@@ -166,7 +167,7 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
     settings = {"model": document["model"], "max_tokens": params.max_new_tokens, "temperature": 0.0}
     texts = []
     try:
-        # 1. Is K = 0 honored? This is the warm-up, too.
+        # 1. Does the server honor K = 0? This is also the warm-up.
         row, _ = server.measure(chosen[0], 0, settings)
         document["drafted_at_0"] = row["drafted"]
         ways = {DRAFTED: (server, None)}
@@ -198,7 +199,7 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
 
 
 def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecord:
-    """Attach to the server of `params`, or read the shipped recording, and judge what was measured."""
+    """Attach to the server in `params`, or read the shipped recording; judge the measurements."""
     chosen = first_of_each(prompts(source=params.prompts), params.prompts_per_category)
     study = Experiment("10_your_server", params, chosen)
     study.measured = attach(params, chosen, progress) if params.server else read_json(RECORDING)
@@ -208,7 +209,7 @@ def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecor
     return study.record()
 
 
-# --- what the replies say ---
+# --- judging the replies ---
 
 
 def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -240,16 +241,19 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fit_times(runs: pd.DataFrame) -> tuple[float, float] | None:
-    """Return T(1) and what a draft token adds, by least squares; None without plain replies."""
+    """Return T(1) and the seconds that a draft token adds, by least squares.
+
+    None without plain replies or without draft tokens, and if noise makes T(1) negative.
+    """
     if not (runs["way"] == PLAIN).any() or not runs["drafted"].any():
         return None
     passes = runs["n_tokens"] - runs["accepted"]
     (step_s, token_s), *_ = np.linalg.lstsq(np.stack([passes, runs["drafted"]], 1), runs["seconds"])
-    return (step_s, max(0.0, token_s)) if step_s > 0 else None  # noise
+    return (step_s, max(0.0, token_s)) if step_s > 0 else None
 
 
 def requests_of(runs: pd.DataFrame) -> list[Request]:
-    """Return the rounds of the replies with the server's own K, where they are known."""
+    """Return the rounds of the replies with the server's own K, if they are known."""
     replies = runs[runs["way"] == DRAFTED].to_dict("records")
     return [read_counts(run, None, run["prompt"]) for run in replies if run["num_spec_tokens"]]
 
@@ -276,7 +280,7 @@ def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
 
 
 def _find_faults(document: Mapping[str, Any], runs: pd.DataFrame, greedy: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Return what looks like a fault; `greedy` is the row of all greedy replies."""
+    """Return suspected faults; `greedy` is the row of all greedy replies."""
     requests = requests_of(runs[runs["temperature"] == 0])
     faults = find_faults(requests) if requests else []
     if drafted := document["drafted_at_0"]:
@@ -284,7 +288,7 @@ def _find_faults(document: Mapping[str, Any], runs: pd.DataFrame, greedy: Mappin
     differ = greedy["n_prompts"] - greedy.get("identical", greedy["n_prompts"])
     audit = document["audit"] or {"line": "near-ties? give --target", "sources": [{"verdict": "hard"}]}
     if differ and any(source["verdict"] == "hard" for source in audit["sources"]):
-        evidence = f"{differ} greedy texts are not the plain ones ({audit['line']})"
+        evidence = f"{differ} greedy texts differ from plain decoding ({audit['line']})"
         faults.append(describe_fault("text differs", evidence))
     return faults
 
@@ -296,16 +300,17 @@ def draw_page(document: Mapping[str, Any]) -> str:
 
 
 def compare_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding:
-    """Return what changed between two fingerprints; the verdicts are those of EXIT_CODES.
+    """Return what changed between two fingerprints; the verdict is a key of EXIT_CODES.
 
-    arithmetic: a greedy text of plain decoding. drafting: another greedy text, or the counts. cost:
-    the interval of the ratio of times is beyond MOVED.
+    arithmetic: a greedy text of plain decoding (any greedy text, if there are no plain replies).
+    drafting: another greedy text, or the counts. cost: the interval of the ratio of speeds lies
+    beyond MOVED.
     """
     old_runs, new_runs = (pd.DataFrame(build["runs"]).query("temperature == 0") for build in (old, new))
     both = old_runs.merge(new_runs, on=["prompt", "way"], suffixes=("", "_new"))
     comparable = all(old[name] == new[name] for name in ("prompts_sha256", "max_new_tokens"))
     if not comparable or old["error"] or new["error"] or len(both) < FEWEST:
-        return Finding("builds", "cannot know", f"{len(both)} replies in common, expected {FEWEST} to equal prompts")
+        return Finding("builds", "cannot know", f"{len(both)} replies in common, expected {FEWEST} to the same prompts")
     text, *counts = (both[name] != both[f"{name}_new"] for name in ("sha256", "drafted", "accepted"))
     of_plain = both["way"] == (PLAIN if PLAIN in {*both["way"]} else DRAFTED)
     for kind, moved in {"arithmetic": text & of_plain, "drafting": text | counts[0] | counts[1]}.items():

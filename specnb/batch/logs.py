@@ -1,16 +1,17 @@
-"""Logs of other engines: the best K by the counts of accepted draft tokens that a server logged.
+"""Logs of other engines: find the best K from logged counts of accepted draft tokens.
 
 A round that accepts a of d draft tokens shows that the first a were right and the next one was
 wrong. Only the token that the target adds to a fully accepted round was never drafted. The next
-token of a draft model depends on the text alone, so it would be the same in rounds of any other K:
+token of a draft model depends only on the text, so it would be the same in rounds of any other K:
 a log is a recording (`measure.recording`) with gaps. The gaps are filled once with accepted and
-once with rejected draft tokens, which bounds every K; at the log's own K both bounds agree. The
-draft tokens of prompt lookup, Medusa and EAGLE also depend on where the round starts: for these,
-other values of K are estimates. Where the engine ends drafts early (p_min), the acceptance of later
+once with rejected draft tokens, which bounds every K; at the log's own K, both bounds agree. The
+draft tokens of prompt lookup, Medusa and EAGLE also depend on where the round starts; for these,
+other values of K are estimates. If the engine ends drafts early (p_min), the acceptance at later
 positions is a lower bound for other settings.
 
-Counters and the log lines of llama.cpp (#24536) and vLLM give the rounds that accepted at least
-1, 2, … draft tokens, the lines as rounded rates, from which the counts are recovered (`_recover`).
+Counters and the log lines of llama.cpp (#24536) and vLLM give the number of rounds that accepted at
+least 1, 2, … draft tokens. Log lines give it as rounded rates, from which `_recover` derives
+counts.
 """
 
 import json
@@ -35,18 +36,18 @@ from specnb.measure.triage import PERFECT, REMEDIES, Share, signs_by_position
 
 MAX_ROUNDS = 10**6
 MAX_K = 512
-"""Rounds in a request, and draft tokens in a round, at most."""
+"""Maximum rounds in a request, and draft tokens in a round."""
 MAX_CELLS = 5 * 10**7
-"""Tokens of a file times its largest K at most: `Request.recording` has two entries for each."""
+"""Maximum tokens of a file times its largest K: `Request.recording` has two entries for each."""
 
 CHANCE = 3
-"""More accepted draft tokens than a draft without information has."""
+"""Maximum number of draft tokens that are accepted by chance."""
 
 
 class Request(NamedTuple):
-    """The rounds of one request, in their order where the log states it.
+    """The rounds of one request, in order if the log states the order.
 
-    `rounds` are the fewest and most rounds that fit the rounded figures of a log line.
+    `rounds` are the fewest and most rounds that fit the rounded numbers of a log line.
     """
 
     accepted: tuple[int, ...]
@@ -59,15 +60,15 @@ class Request(NamedTuple):
         return sum(self.accepted) + len(self.accepted)
 
     def right(self) -> np.ndarray:
-        """Return for each token whether its draft was right: 1, 0, or NaN where there was none."""
+        """Return for each token whether its draft was right: 1, 0, or NaN if there was none."""
         rounds = zip(self.accepted, self.drafted, strict=True)
         return np.concatenate([[1.0] * a + [0.0 if a < d else np.nan] for a, d in rounds])
 
     def recording(self, k_max: int, gaps: float) -> Recording:
         """Return a recording for `measure.replay`, with `gaps` as the acceptance rate in gaps.
 
-        Where the drafter proposed fewer tokens than the log's K, or none, it proposes as many at
-        any K.
+        Where the drafter proposed fewer tokens than the log's K, it is assumed to propose the same
+        number, at most, with any K.
         """
         n = self.n_tokens
         right = np.nan_to_num(self.right(), nan=gaps).tolist()
@@ -93,7 +94,7 @@ EachRound = Annotated[list[Drafts], FailFast(), Field(max_length=MAX_ROUNDS)]
 
 
 class Steps(BaseModel):
-    """Each round: vLLM 0.29 with `detailed`, AIPerf 0.13."""
+    """Counts of each round: vLLM 0.29 with `detailed`, AIPerf 0.13."""
 
     per_step_accepted: EachRound
     per_step_drafted: EachRound
@@ -103,17 +104,17 @@ class Steps(BaseModel):
 
 
 def _by_accepted(value: Any) -> Any:
-    """Return a listed histogram as a mapping: rounds by their accepted draft tokens."""
+    """Return a list histogram as a mapping: number of rounds by accepted draft tokens."""
     return dict(enumerate(value[: MAX_K + 2])) if isinstance(value, list) else value
 
 
 class Histogram(BaseModel):
-    """Rounds by their accepted draft tokens, in unknown order: vLLM, SGLang, AIPerf."""
+    """Number of rounds by accepted draft tokens, in unknown order: vLLM, SGLang, AIPerf."""
 
     acceptance_histogram: Annotated[dict[Accepted, Count], BeforeValidator(_by_accepted)]
     num_spec_tokens: Drafts = 0
     num_draft_tokens: Count | None = None
-    draft_n: Count | None = None  # as counters state it: some drafts were shorter than K
+    draft_n: Count | None = None  # from counters: some drafts were shorter than K
     rounds: tuple[int, int] | None = None
 
     def request(self, k: int | None) -> Request:
@@ -125,19 +126,19 @@ class Histogram(BaseModel):
             k = 0
         drafted = np.full(n, k)
         if self.draft_n is not None:
-            # in the rounds with the fewest accepted tokens, short drafts hide least
+            # shorten drafts where the fewest tokens were accepted: this hides the least
             drafted -= _fill(k - np.maximum(accepted, 1), k * n - self.draft_n)
         order = np.random.default_rng(0).permutation(n)
         return Request(tuple(accepted[order].tolist()), tuple(drafted[order].tolist()), self.rounds)
 
 
 def _fill(rooms: np.ndarray, n: int) -> np.ndarray:
-    """Distribute `n` over rooms of these sizes, the first rooms first."""
+    """Distribute `n` over rooms with these capacities, filling the first rooms first."""
     return np.clip(n - rooms.cumsum() + rooms, 0, rooms).astype(int)
 
 
 class Lengths(BaseModel):
-    """Tokens that each round committed: Spec-Bench, which does not state K."""
+    """Tokens that each round committed: Spec-Bench, which does not log K."""
 
     accept_lengths: EachRound
 
@@ -152,7 +153,7 @@ SHAPES = {
     "accept_lengths": Lengths,
     "draft_n_accepted": None,  # totals: llama.cpp
 }
-"""Shapes of counts by the name that only they have, the most detailed first."""
+"""Formats of counts by the field name that identifies them, the most detailed first."""
 SGLANG = {
     "spec_correct_drafts_histogram": "acceptance_histogram",
     "spec_accept_histogram": "acceptance_histogram",
@@ -161,7 +162,7 @@ SGLANG = {
     "spec_accept_token_num": "num_accepted_draft_tokens",
     "spec_num_proposed_drafts": "num_draft_tokens",
 }
-"""vLLM's names of the counts that SGLang names otherwise."""
+"""SGLang's names of counts, mapped to vLLM's."""
 
 
 MARKS = {
@@ -176,7 +177,7 @@ MARKS = {
         r"Per-position acceptance rate: (?P<rates>\d[\d., ]*\d)"
     ),
 }
-"""Log lines of llama.cpp and vLLM, by the text with which they begin."""
+"""Patterns of log lines of llama.cpp and vLLM, by the text before them."""
 COUNTERS = re.compile(
     r"^\w+:spec_decode_num_(drafts|draft_tokens|accepted_tokens_per_pos)(?:_total)?"
     r'(?:\{(?:.*\bposition="(\d+)")?.*\})? (\S+)',
@@ -186,14 +187,13 @@ COUNTERS = re.compile(
 
 
 def read_log(path: Path, k: int | None = None) -> list[Request]:
-    """Return the requests of a log: of JSON or JSONL, of log lines, or of Prometheus counters.
+    """Return the requests of a log: JSON or JSONL, log lines, or Prometheus counters.
 
     Reads vLLM's `metrics.speculative_decoding` (and AIPerf's records of it), SGLang's `meta_info`,
-    the answers of Spec-Bench, which do not state their `k`, and MARKS and COUNTERS. Raises
-    InputError with the file and the value for a file without counts, for counts that are not sound,
-    contradict each other or are too large to replay, for a line that is incomplete, for a log in
-    which nothing was drafted, and for what does not tell rounds apart: llama-server's timings, and
-    a histogram of rounds with different K.
+    the answers of Spec-Bench, which lack `k`, and MARKS and COUNTERS. Raises InputError that names
+    the file and the value if there are no counts, if counts are invalid, contradictory or too large
+    to replay, if a line is incomplete, if nothing was drafted, and if rounds cannot be separated,
+    as in llama-server's timings or a histogram of rounds with different K.
     """
     text = read_text(path)
     requests = []
@@ -217,7 +217,7 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
 
 
 def _documents(text: str) -> Iterator[Any]:
-    """Yield the JSON values of a text, which may have several lines each."""
+    """Yield the JSON values in a text; a value may span several lines."""
     decoder = json.JSONDecoder()
     end = 0
     while start := re.compile(r"[^\s\ufeff]").search(text, end):  # \ufeff: a byte order mark
@@ -226,7 +226,7 @@ def _documents(text: str) -> Iterator[Any]:
 
 
 def _counts_in_lines(text: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the counts of each line of MARKS, and the totals of COUNTERS."""
+    """Yield the counts of each line that matches MARKS, and the totals of COUNTERS."""
     for mark, pattern in MARKS.items():
         for begun in re.finditer(mark, text):
             if not (line := pattern.match(text, begun.end())):
@@ -238,17 +238,17 @@ def _counts_in_lines(text: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, Any]:
-    """Return the counts of rounds of which a log line shows rounded rates.
+    """Return the counts of rounds, recovered from the rounded rates of a log line.
 
-    167 of 259 draft tokens, a mean length of 2.92 and the rates 0.805, 0.632, 0.483 fit only 87
-    rounds, 70, 55 and 42 of which accepted at least 1, 2 and 3 draft tokens. If several numbers of
-    rounds fit, the middle one is taken.
+    For example, 167 of 259 accepted draft tokens, a mean length of 2.92 and the rates 0.805, 0.632,
+    0.483 fit only 87 rounds, 70, 55 and 42 of which accepted at least 1, 2 and 3 draft tokens. If
+    several numbers of rounds fit, the middle one is used.
     """
     n_accepted, n_drafted = int(accepted), int(drafted)
     shares = np.array(rates.split(","), float)
     rounds = np.arange(max(1, -(-n_drafted // len(shares))), n_drafted + 1)[:, None]
     rounds = rounds[abs(1 + n_accepted / rounds[:, 0] - float(length)) <= _rounding(length)]
-    # of so many rounds, each position has at least `fewest` and at most `most` (rounds, positions)
+    # bounds of the accepted counts by number of rounds and position: (rounds, positions)
     fewest = np.ceil(rounds * (shares - _rounding(rates))).clip(0)
     most = np.floor(rounds * (shares + _rounding(rates)))
     sums = (fewest.sum(1) <= n_accepted) & (n_accepted <= most.sum(1))
@@ -273,12 +273,12 @@ def _histogram(reached: list[int], rounds: int, drafted: int) -> dict[str, Any]:
 
 
 def _rounding(number: str) -> float:
-    """Return the largest rounding error of a number, or of the last of several."""
+    """Return the largest rounding error of a number in a text, or of the last of several."""
     return 0.5 * 10.0 ** -len(number.rpartition(".")[2]) + 1e-9
 
 
 def read_counters(text: str, before: str = "") -> dict[str, Any]:
-    """Return the counts of COUNTERS over all labels, less those of an earlier text."""
+    """Return the counts of COUNTERS, summed over all labels, minus those in the text `before`."""
     totals = Counter()
     for sign, part in ((1, text), (-1, before)):
         for name, position, value in COUNTERS.findall(part):
@@ -288,7 +288,7 @@ def read_counters(text: str, before: str = "") -> dict[str, Any]:
 
 
 def counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
-    """Find the objects that have counts, under vLLM's names."""
+    """Yield the nested objects that have counts, with vLLM's names."""
     if isinstance(value, Mapping):
         named = {SGLANG.get(name, name): n for name, n in value.items() if n is not None}
         if named.keys() & SHAPES:
@@ -300,7 +300,7 @@ def counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
 
 
 def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
-    """Return the request of these counts. Raises InputError as `read_log`."""
+    """Return the request with these counts. Raises InputError as `read_log` does."""
     shape = next(shape for name, shape in SHAPES.items() if name in counts)
     if not shape:
         raise InputError(
@@ -334,9 +334,9 @@ def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request
 
 
 def by_position(requests: Sequence[Request]) -> pd.DataFrame:
-    """Return a row for each draft position.
+    """Return one row per draft position.
 
-    `accepted` rounds of `tested` accepted the draft token there (`alpha` is their ratio), and
+    Of `tested` rounds, `accepted` accepted the draft token at this position; `alpha` is the ratio.
     `tau` would be the tokens per round if each of these rounds had ended its draft there.
     """
     accepted, drafted = (np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True))
@@ -353,7 +353,7 @@ def by_position(requests: Sequence[Request]) -> pd.DataFrame:
 
 
 def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[str, str]]:
-    """Return what looks like a fault and no poor draft: check, evidence, remedy.
+    """Return suspected faults, as opposed to poor drafts: check, evidence, remedy.
 
     `k` is the requested draft length, if known. See `measure.triage`; counts suffice here.
     """
@@ -383,13 +383,13 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
     """Return tokens per round and the speed-up for each machine of `costs` and K up to `k_max`.
 
     `tau` and `speedup` assume that draft tokens in gaps are accepted as often as elsewhere;
-    `tau_low` and `tau_high` that none and that all are, and so do `low` and `high`, with the
-    interval over requests. `own` marks the log's K.
+    `tau_low` and `tau_high` assume that none and all of them are. `low` and `high` assume the same
+    and include the interval over requests. `own` marks the log's K.
     """
     ks = range(1, k_max + 1)
     logged = max(max(request.drafted) for request in requests)
     usual = float(np.nanmean(np.concatenate([request.right() for request in requests])))
-    filled = []  # for each way to fill the gaps and each K the counts of all requests
+    filled = []  # the counts of all requests, for each way to fill the gaps and each K
     for gaps in (usual, 0.0, 1.0):
         of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
         filled.append(zip(*of_requests, strict=True))
@@ -405,7 +405,7 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
 
 
 def advise(table: pd.DataFrame) -> dict[str, Any]:
-    """Return the fastest K up to the log's own, by the rows of `sweep_log` for one machine.
+    """Return the fastest K up to the log's own, from the rows of `sweep_log` for one machine.
 
     `beyond` is a larger K that may be faster, or 0. With fewer than FEWEST requests the verdict is
     `undecided`.

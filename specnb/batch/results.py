@@ -14,7 +14,7 @@ from specnb.batch.run import place
 from specnb.io import reading, write_atomic
 
 RECORD = re.compile(rf"(?:{store.NAME.pattern}/)+(?:{re.escape(store.FAILED)}/)?({store.RUN}|{store.OLDER_ROUNDS})")
-"""Keys of the files of a record; only the folder of a failed run begins with a period."""
+"""Keys of a record's files; no folder but that of a failed run begins with a period."""
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
            date_diff('second', r.started, r.ended) AS seconds,
@@ -26,10 +26,10 @@ OVERVIEW = """
 
 @contextmanager
 def local_copy(results: str | None) -> Iterator[Path]:
-    """Yield the folder of the records in `results`; for s3://… a copy without notebooks and figures.
+    """Yield the folder of the records in `results`; for s3://…, a copy of the records only.
 
-    None is the usual folder. Only keys of records are copied, never one that leads out of the
-    folder. Raises InputError for a place that cannot be read.
+    None stands for `results_dir()`. Only files of records are copied, never a key that leads out of
+    the folder. Raises InputError if `results` cannot be read.
     """
     if not results or "://" not in results:
         yield Path(results or store.results_dir())
@@ -49,7 +49,7 @@ def local_copy(results: str | None) -> Iterator[Path]:
 
 
 def overview(results: Path) -> pd.DataFrame:
-    """Return a row for each run, oldest first; `differs` are the parameters that its experiment does not share."""
+    """Return one row per run, oldest first; `differs` has the parameters that runs do not share."""
     table = store.query(OVERVIEW, results)
     texts = table["differs"].map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
     shared = texts.map(set).groupby(table["experiment"]).transform(lambda sets: [set.intersection(*sets)] * len(sets))

@@ -1,7 +1,7 @@
 """One run of a sweep in its own process: a crash, a hang or a kill ends only that run.
 
-`execute` starts the process and reads how it ended. The process also ends when its parent is gone,
-which it notices at the end of its standard input.
+`execute` starts the process and reads its outcome. The process also ends if its parent dies,
+because its standard input is then closed.
 """
 
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
 
 GRACE_S = 20.0
-"""Time in which an interrupted run may save its outcome before it is ended."""
+"""Seconds that an interrupted run has to save its outcome before it is terminated."""
 INTERRUPTED = 130
 
 
@@ -32,9 +32,9 @@ Status = Literal["completed", "skipped", "failed", "timed out", "killed"]
 
 
 class Job(NamedTuple):
-    """One run of a notebook; `results` is a folder or s3://BUCKET/PREFIX, and `folder` is inside it.
+    """One run of a notebook; `results` is a folder or s3://BUCKET/PREFIX, and contains `folder`.
 
-    `limit_s` limits the whole run. A run whose kernel or process dies is started again up to `retries`
+    `limit_s` limits the whole run. A run whose kernel or process dies is restarted up to `retries`
     times.
     """
 
@@ -53,7 +53,7 @@ class Job(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The end of a run; `skipped` means that an earlier run had completed. `error` is one line, or ""."""
+    """The outcome of a job; `skipped`: an earlier run had completed. `error` is one line, or ""."""
 
     run_id: str
     params: dict[str, Any]
@@ -77,9 +77,10 @@ def place(results: str) -> tuple["FileSystem", str]:
 
 
 def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
-    """Return whether a run with these parameters has completed; with `same_notebook`, of the same file.
+    """Return whether a run with these parameters has completed.
 
-    Raises InputError if the results cannot be read.
+    With `same_notebook`, the notebook file must also be unchanged. Raises InputError if the results
+    cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
@@ -90,7 +91,7 @@ def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
 
 
 def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
-    """Run a job in its own process, which is in `running` while it runs; closing its stdin ends it."""
+    """Run a job in its own process, listed in `running` meanwhile; closing its stdin ends it."""
     clock = time.perf_counter()
     for attempt in range(1, job.retries + 2):
         with tempfile.TemporaryFile() as complaints:
@@ -122,24 +123,24 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
 
 
 def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
-    """Return status and error from the outcome ({} if there is none), the exit code and the last line."""
+    """Return the status and the error, from outcome ({} if none), exit code and last line."""
     from specnb.book.engine import format_error
 
     if outcome.get("status") == "completed":
         return "completed", ""
     if code == INTERRUPTED:
-        return "timed out", f"not ended after {job.limit_s} s"
+        return "timed out", f"still running after {job.limit_s} s"
     if problem := outcome.get("error"):
         return "killed" if problem["kind"] == "DeadKernelError" else "failed", format_error(problem)
     if code == 2:
         return "failed", last
-    return "killed", last or f"its process ended with {code}"
+    return "killed", last or f"its process exited with {code}"
 
 
 def run_job() -> None:
-    """Run the job on the first line of stdin, interrupt it when stdin closes, print the outcome as JSON."""
+    """Run the job in stdin's first line; interrupt it when stdin closes; print the outcome."""
     job = Job(*json.loads(sys.stdin.readline()))
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a sweep in the background ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background sweep ignores SIGINT
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     from specnb.book.engine import run_notebook
 
@@ -161,7 +162,7 @@ def _interrupt_at_end_of_input() -> None:
     sys.stdin.read()
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(GRACE_S)
-    os._exit(INTERRUPTED)  # the kernel ends when its parent is gone
+    os._exit(INTERRUPTED)  # the kernel ends when its parent dies
 
 
 def _upload(folder: Path, system: "FileSystem", path: str) -> None:

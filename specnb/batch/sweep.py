@@ -1,10 +1,10 @@
 """Run a notebook over a grid of parameters: one by one, in parallel, or on a dask cluster.
 
     batch = Batch(notebook="01_k_sweep", budget="quick", grid={"seed": [0, 1, 2], "drafter": ["lookup", "self"]})
-    ended = list(sweep(jobs(batch, results="results"), workers=2))
+    ended = list(run_sweep(jobs(batch, results="results"), workers=2))
 
-The folder of a run depends on notebook and parameters only. A second call therefore skips completed
-runs, and continues a sweep that was interrupted or lost a machine.
+The folder of a run depends only on the notebook and its parameters. A second call therefore skips
+completed runs, and continues a sweep that was interrupted or lost a machine.
 """
 
 import time
@@ -29,7 +29,7 @@ MAX_RUNS = 10_000
 
 
 class Batch(BaseModel, frozen=True, extra="forbid"):
-    """A notebook, the `parameters` that all runs share, and a `grid` of values: one run per combination.
+    """A notebook, the `parameters` of all runs, and a `grid` of values: one run per combination.
 
     >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
     4
@@ -44,7 +44,7 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 def read_batch(path: Path) -> Batch:
     """Read a batch from a YAML file; values without quotes are parsed as on the command line.
 
-    Raises InputError for any other content, for a repeated key and for an alias (`*name`).
+    Raises InputError for invalid content, a repeated key or an alias (`*name`).
     """
     with reading(f"{path}: the YAML"):
         text = read_text(path)
@@ -57,7 +57,7 @@ def read_batch(path: Path) -> Batch:
 
 
 def _value_of(node: yaml.Node) -> Any:
-    """Return the value of a YAML node; scalars without quotes go through `parsed`, an empty one is None.
+    """Return the value of a YAML node; scalars without quotes are `parsed`, empty ones are None.
 
     Raises ValueError for a repeated key, with its line.
     """
@@ -68,7 +68,7 @@ def _value_of(node: yaml.Node) -> Any:
     values = {}
     for key, value in node.value:
         if key.value in values:
-            raise ValueError(f"key {key.value!r} a second time in line {key.start_mark.line + 1}")
+            raise ValueError(f"key {key.value!r} is repeated in line {key.start_mark.line + 1}")
         values[key.value] = _value_of(value)
     return values
 
@@ -76,7 +76,7 @@ def _value_of(node: yaml.Node) -> Any:
 def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:
     """Return the batch of a command line: a text with commas, or a list, gives one run per item.
 
-    For a parameter that is itself a list, give one list, or several as a list of lists.
+    For a parameter that is itself a list, pass one list, or several as a list of lists.
     """
     usual = defaults(read_notebook(find_notebook(notebook)))
     grid = {name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()}
@@ -94,11 +94,11 @@ def _values(value: Any, is_list: bool) -> list[Any]:
 def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
     """Return one job per combination, checked as in `specnb run`, without duplicates.
 
-    Raises InputError for bad parameters, for no runs and for more than MAX_RUNS.
+    Raises InputError for invalid parameters, and for no runs or more than MAX_RUNS.
     """
     source = read_notebook(find_notebook(batch.notebook))
     if twice := sorted(batch.parameters.keys() & batch.grid.keys()):
-        raise InputError(f"{twice[0]} is among the parameters and in the grid: leave one out")
+        raise InputError(f"{twice[0]} is in both parameters and grid: remove one of them")
     counts = {name: len(values) for name, values in batch.grid.items()}
     if not 1 <= (n := prod(counts.values())) <= MAX_RUNS:
         raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
@@ -115,12 +115,12 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
 def run_sweep(
     chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None
 ) -> Iterator[Ended]:
-    """Run the jobs that have not completed; yield each as it ends, after those that had completed before.
+    """Run the jobs that have not completed. Yield the skipped jobs first, then each as it ends.
 
     Up to `workers` jobs run in parallel on this machine, or the jobs run on the cluster of a dask
-    `scheduler` (tcp://HOST:PORT), where each takes these `resources` of a worker, such as GPU=1. An
-    interrupt ends all jobs on this machine, and waiting jobs on a cluster. Raises FetchError if the
-    scheduler does not answer.
+    `scheduler` (tcp://HOST:PORT), where each uses these `resources` of a worker, such as GPU=1. An
+    interrupt ends all jobs on this machine, or waiting jobs on a cluster. Raises FetchError if the
+    scheduler does not respond.
     """
     todo = []
     for job in chosen:
@@ -148,7 +148,7 @@ def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
 
 
 def _on_dask(scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]) -> Iterator[Ended]:
-    """Run jobs on a cluster; if a worker dies, its process ends, and dask gives the job to another."""
+    """Run jobs on a cluster; if a worker dies, its process ends and dask reassigns the job."""
     import distributed
 
     try:

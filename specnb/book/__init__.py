@@ -1,4 +1,4 @@
-"""What a notebook shows: tables, figures, the explorer, publishing, headless runs.
+"""The output of notebooks: tables, figures, the explorer, publishing, headless runs.
 
-It knows records, not how they were measured.
+It depends on records, not on how they were measured.
 """

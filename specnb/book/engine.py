@@ -1,8 +1,9 @@
 """Run notebooks headless with papermill, and record how each run ended.
 
-`run_notebook` executes a copy of a notebook and writes, into `results/<notebook>/<run_id>/`, `notebook.ipynb` (saved
-after every cell), `kernel.log` and last, atomically, `outcome.json`. A completed run is replaced by a completed one
-only: a second run that fails leaves `notebook.again.ipynb` and `outcome.again.json`.
+`run_notebook` executes a copy of a notebook. Into `results/<notebook>/<run_id>/` it writes
+`notebook.ipynb` (saved after every cell), `kernel.log` and, last and atomically, `outcome.json`.
+Only a completed run replaces a completed run: a repeated run that fails writes
+`notebook.again.ipynb` and `outcome.again.json` instead.
 """
 
 import json
@@ -25,17 +26,18 @@ from specnb.book.notebook import read_notebook, resolve_params
 from specnb.io import locked, read_json, write_atomic
 from specnb.params import BUDGET
 
-IOPUB_TIMEOUT_S = 60  # outputs may lag behind the reply on a busy machine; nbclient's 4 s fail good runs
+IOPUB_TIMEOUT_S = 60  # on a busy machine, outputs arrive late; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 KERNEL_LOG = "kernel.log"
-NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"  # ipykernel loses the last words of a crash
+NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"  # ipykernel loses the last output before a crash
 
 
 class NotebookOutcome(NamedTuple):
-    """The end of one run of a notebook, in the types of JSON. `params` are all its parameters, defaults included.
+    """The outcome of one run of a notebook, in JSON types. `params` includes the defaults.
 
-    `error`: kind and message of the error that ended the run, and the number of the failed cell in the source notebook,
-    from 0 (None where papermill does not report it). `output` is the executed notebook, in the folder of the record.
+    `error` has the kind and the message of the error that ended the run, and the number of the
+    failed cell in the source notebook, from 0 (None if papermill does not report it). `output` is
+    the executed notebook, in the folder of the record.
     """
 
     notebook: str
@@ -60,14 +62,15 @@ def run_notebook(
     timeout_s: int | None = None,
     progress: bool = False,
 ) -> NotebookOutcome:
-    """Run `notebook` with `params` in place of its defaults, others by the budget; the outcome says how it ended.
+    """Run `notebook` with `params`, and with the budget's or its own defaults for all others.
 
-    The kernel is this Python interpreter, its working folder that of the notebook. `SPECNB_RESULTS` and
-    `SPECNB_RUN_FOLDER` in its environment direct `store.save` to the folder of this run. `timeout_s` bounds each cell;
-    `progress` shows papermill's bar on stderr.
+    The kernel is this Python interpreter; it runs in the folder of the notebook. `SPECNB_RESULTS`
+    and `SPECNB_RUN_FOLDER` in its environment direct `store.save` to the folder of this run.
+    `timeout_s` limits each cell; `progress` shows papermill's bar on stderr.
 
-    Raises InputError (and runs nothing) for a notebook or parameter that cannot be used, and while another process does
-    the same run. A failed cell, a dead kernel and a timeout are outcomes; any other exception is recorded and raised.
+    Raises InputError, before running anything, for an invalid notebook or parameter, or while
+    another process does the same run. A failed cell, a dead kernel and a timeout are outcomes; any
+    other exception is recorded and raised.
     """
     source = read_notebook(notebook.absolute())
     results = results.absolute()
@@ -82,7 +85,7 @@ def run_notebook(
     }
     if "budget" in resolved:
         environment[BUDGET] = resolved["budget"]
-    with locked(folder / ".lock", "the same notebook runs with the same parameters; wait"):
+    with locked(folder / ".lock", "another process runs this notebook with the same parameters; wait"):
         before = folder / store.OUTCOME
         completed = before.is_file() and read_json(before).get("status") == "completed"
         again = ".again" if completed else ""
@@ -123,13 +126,14 @@ def run_notebook(
 def _execute(
     source: Path, output: Path, params: Mapping[str, Any], launch: dict[str, Any], timeout_s: int | None, progress: bool
 ) -> None:
-    """Execute a notebook with papermill; `launch` (env, cwd, stdout, stderr) is for the kernel.
+    """Execute a notebook with papermill; `launch` has the kernel's env, cwd, stdout and stderr.
 
-    Raises PapermillExecutionError for an error in a cell, CellTimeoutError, and RuntimeError for a dead kernel.
+    Raises PapermillExecutionError for an error in a cell, CellTimeoutError, and RuntimeError for a
+    dead kernel.
     """
 
     class Kernel(AsyncKernelManager):
-        """A kernel of this interpreter, even where Jupyter finds one of another environment first."""
+        """A kernel of this interpreter, even if Jupyter finds that of another environment first."""
 
         def __init__(self, **options):
             super().__init__(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]), **options)
@@ -137,7 +141,7 @@ def _execute(
         async def start_kernel(self, **options):
             await super().start_kernel(**options, **launch)
 
-    # papermill formats paths: braces in them are doubled
+    # papermill formats paths, so their braces are doubled
     paths = [str(path).replace("{", "{{").replace("}", "}}") for path in (source, output)]
     execute_notebook(
         *paths,
@@ -154,15 +158,15 @@ def _execute(
 
 
 def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> dict[str, Any]:
-    """Return kind and message of an error, and the number of its cell in `cells`, those of the source."""
+    """Return the kind and message of an error, and its cell's number in the source `cells`."""
     if isinstance(error, PapermillExecutionError):
         cell = error.cell_index
         if cell == len(cells) or cells[cell].source != error.source:
-            cell -= 1  # papermill injected a cell of parameters before it
+            cell -= 1  # papermill injected a parameters cell before it
         return {"kind": error.ename, "message": error.evalue[:MESSAGE_CHARS], "cell": cell}
     kind = type(error).__name__
     message = str(error)[:MESSAGE_CHARS] or "interrupted"
-    if isinstance(error, RuntimeError):  # also before the kernel's first reply
+    if isinstance(error, RuntimeError):  # also raised before the kernel's first reply
         kind = "DeadKernelError"
         message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
     return {"kind": kind, "message": message, "cell": None}

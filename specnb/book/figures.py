@@ -1,4 +1,4 @@
-"""Draw tables: pure functions from a DataFrame to a plotly Figure. They show and write nothing."""
+"""Draw tables: pure functions from a DataFrame to a plotly Figure, without side effects."""
 
 from collections.abc import Mapping
 
@@ -10,17 +10,17 @@ from specnb.book.style import dress, error_bars, looks, series, template
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
-DODGE = 0.2  # from the bar of one category to the next, in tokens on the axis of K
+DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
 def speedup_over_k(
     sweep: pd.DataFrame, *, title: str, panel: str = "temperature", marks: Mapping[str, pd.DataFrame] = {}
 ) -> go.Figure:
-    """Draw the speed-up over draft length K: one panel per value of the column `panel`, one line per category.
+    """Draw the speed-up over draft length K: one panel per value of `panel`, one line per category.
 
-    `sweep` is `tables.k_sweep` or `tables.replayed`; error bars are its intervals, left out for more
-    than MANY K. `marks` are up to two more such tables by name: filled markers with intervals, then
-    open markers. K = 0, the baseline, is the line at 1.
+    `sweep` is `tables.k_sweep` or `tables.replayed`; error bars are its intervals, omitted for more
+    than MANY values of K. `marks` are up to two more such tables by name, drawn as filled markers
+    with intervals and as open markers. K = 0, the baseline, is the line at 1.
     """
     ks = sorted({*sweep["k"]} - {0})
     few = len(ks) <= MANY
@@ -71,14 +71,14 @@ def draw_turns(table: pd.DataFrame) -> go.Figure:
 
 
 def _drafting(table: pd.DataFrame, dodge: float) -> pd.DataFrame:
-    """Return the rows with K > 0 by temperature and K; `at` is their position on the axis of K."""
+    """Return the rows with K > 0 by temperature and K; `at` is their position on the K axis."""
     rows = table.query("k > 0").sort_values(["temperature", "k"], kind="stable")
     place, names = pd.factorize(rows["category"])
     return rows.assign(at=rows["k"] + dodge * (place - (len(names) - 1) / 2))
 
 
 def draw_verify_cost(curve: pd.DataFrame, *, title: str) -> go.Figure:
-    """Draw T(n)/T(1) over n, between its two extremes: wider passes that are free, and n single steps."""
+    """Draw T(n)/T(1) over n, with both extremes: free extra tokens, and n single steps."""
     rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
     figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())
     figure.update_traces(textposition="top center", name="measured", showlegend=True)

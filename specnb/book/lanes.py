@@ -1,7 +1,7 @@
-"""Two lanes: plain and speculative decoding of one prompt as an SVG animation, at the measured speed.
+"""Two lanes: an SVG animation of plain and speculative decoding of one prompt, at measured speed.
 
-Each round appears at the time at which it was committed, counted from the first token. For readers
-who prefer reduced motion, and at the end of the animation, both texts are complete.
+Each round appears when it was committed, counted from the first token. At the end of the animation,
+and for readers who prefer reduced motion, both texts are complete.
 """
 
 from collections.abc import Iterator
@@ -38,14 +38,14 @@ rect { fill: #fff; } .bar { fill: #0072b2; }
 
 
 def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
-    """Publish the first two generations of a record, plain and with drafts, as `NAME.svg`; return it."""
+    """Publish a record's first two generations, plain and speculative, as `NAME.svg`; return it."""
     svg = draw_lanes(record, vocab)
     publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
     return SVG(svg)
 
 
 def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
-    """Return the SVG, which ends with the speed-up over all prompts of the record and its interval."""
+    """Return the SVG. It ends with the record's speed-up over all prompts and its interval."""
     plain, drafted = record.generations[:2]
     top = 0
     parts = []
@@ -69,7 +69,7 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
 
 
 def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
-    """Yield the lines of a lane as lists of spans, each a part of a round with the time it appears."""
+    """Yield the lines of a lane as lists of spans, parts of rounds with their times."""
     seconds = [r.draft_s + r.verify_s + r.rewind_s for r in generation.rounds]
     scale = generation.decode_s / sum(seconds)
     line = []
@@ -91,8 +91,8 @@ def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
 
 
 def _ending(record: RunRecord) -> list[str]:
-    """Return the last lines: speed-up with its interval, number of identical texts, fastest plain decoding."""
-    row = k_sweep(record).iloc[-1]  # of all contents, with drafts
+    """Return the last lines: speed-up with interval, identical texts, fastest plain decoding."""
+    row = k_sweep(record).iloc[-1]  # all contents, speculative
     share = baseline(record).share
     n = row["n_prompts"]
     ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if pd.notna(row["low"]) else ""

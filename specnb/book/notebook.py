@@ -1,7 +1,7 @@
-"""Find and read notebook files and check their parameters; functions that running notebooks call.
+"""Find and read notebook files and check their parameters; functions for running notebooks.
 
 The cell tagged `parameters` declares names with defaults, one per line, such as
-`temperature: float = 0.0  # 0 is greedy`. It is parsed as Python and never run: defaults must be
+`temperature: float = 0.0  # 0 is greedy`. It is parsed as Python and never run, so defaults must be
 literals.
 """
 
@@ -42,7 +42,7 @@ class Source(NamedTuple):
 
 
 def notebooks() -> list[Path]:
-    """Return the numbered notebooks (`01_topic.ipynb`) of the checkout. Raises InputError without a checkout."""
+    """Return the checkout's numbered notebooks (01_topic.ipynb). Raises InputError without one."""
     folder = project_dir() / "notebooks"
     if not folder.is_dir():
         raise InputError(f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb")
@@ -52,7 +52,7 @@ def notebooks() -> list[Path]:
 def find_notebook(name: str | Path) -> Path:
     """Return the notebook with this path, name (with or without `.ipynb`) or unique prefix (`01`).
 
-    Raises InputError, which lists similar names.
+    Raises InputError that lists similar names.
     """
     if (path := Path(name)).is_file():
         return path.absolute()
@@ -65,7 +65,7 @@ def find_notebook(name: str | Path) -> Path:
 
 
 def read_notebook(path: Path) -> Source:
-    """Read and validate a notebook. Raises InputError for any other file."""
+    """Read and validate a notebook. Raises InputError for an invalid file."""
     data = read_bytes(path)
     with reading(f"{path}: the notebook"):
         nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
@@ -95,10 +95,10 @@ def declared(code: str) -> dict[str, Any]:
 def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
     """Check `given` against the parameters of a notebook; return the given values, and all values.
 
-    If the notebook's metadata name a class of `specnb.params` (`{"specnb": {"params": "KSweepParams"}}`),
-    it checks the values and fills in those that depend on the budget. The budget is that of `given`,
-    or `budget`, or that of the environment, or that of the cell, in this order. Raises InputError for
-    an unknown name and for a bad value.
+    The notebook's metadata may name a class of `specnb.params` as `{"specnb": {"params": NAME}}`.
+    This class checks the values and fills in those that depend on the budget. The budget comes from
+    `given`, `budget`, the environment or the cell, in this order of precedence. Raises InputError
+    for an unknown name or an invalid value.
     """
     try:
         cell, model = _declared_by(source)
@@ -117,7 +117,7 @@ def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None 
 
 
 def defaults(source: Source) -> dict[str, Any]:
-    """Return the declared defaults; for values that depend on the budget, the default of the class."""
+    """Return the declared defaults; for values that depend on the budget, the class's default."""
     cell, model = _declared_by(source)
     of_class = vars(model.model_construct()) if model else {}
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
@@ -134,9 +134,9 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
 
 
 def _fitted(value: Any, default: Any) -> Any:
-    """Return `value`, converted to a list if the default is one: a text is split at commas.
+    """Return `value`, converted to a list if the default is a list: a string is split at commas.
 
-    None is kept: the budget sets it.
+    None stays None, because the budget sets the value.
     """
     if value is None or isinstance(value, list) or not isinstance(default, list):
         return value
@@ -147,10 +147,10 @@ def _fitted(value: Any, default: Any) -> Any:
 
 
 def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
-    """Parse `NAME=VALUE` words of a command line; values are JSON (`4`, `[4, 8]`, `true`), `none` or text.
+    """Parse `NAME=VALUE` words; values are JSON (`4`, `[4, 8]`, `true`), `none` or text.
 
-    `4,8,12` is text, and so is `'"42"'`. Raises InputError for a word without `=`, and for a repeated
-    name.
+    `4,8,12` is text, and so is `'"42"'`. Raises InputError for a word without `=`, and for a
+    repeated name.
     """
     values = {}
     for word in words:
@@ -162,7 +162,7 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed(text: str) -> Any:
-    """Return a value of a command line as a JSON type, or as text."""
+    """Parse a value of a command line: JSON, true, false, none or ~ in any case, or else text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -172,7 +172,7 @@ def parsed(text: str) -> Any:
 def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams:
     """Return the parameters of the running notebook from its `cell` (`globals()`).
 
-    From then on tables show long texts in full, and tables of a quick run say so.
+    Afterwards, tables show long texts in full, and tables of a quick run are marked as such.
     """
     pd.set_option("display.max_colwidth", None)
     params = kind.from_cell(cell)
@@ -186,7 +186,7 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
 
 
 def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
-    """Generate the prompt of `params` and others of its category, plainly and with drafts, interleaved."""
+    """Run the prompt of `params` and others of its category, plain and speculative, interleaved."""
     by_id = {prompt.id: prompt for prompt in prompts()}
     require_known("prompt", params.prompt, by_id)
     first = by_id[params.prompt]

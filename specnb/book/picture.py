@@ -18,19 +18,19 @@ from specnb.errors import InputError
 
 PNG_SCALE = 2
 PLOTLY = "application/vnd.plotly.v1+json"
-EXPORT_S = 120.0  # limit for all images of a figure, with the start of the browser
-RENDER_S = 60.0  # limit for one image
-CLOSE_S = 5.0  # limit for the end of the browser
+EXPORT_S = 120.0  # time limit for all images of a figure, including the start of the browser
+RENDER_S = 60.0  # time limit for one image
+CLOSE_S = 5.0  # time limit for closing the browser
 NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 
 
 class PicturedFigure(go.Figure):
-    """A figure that notebooks show with plotly, and as a picture where plotly does not run (GitHub, nbconvert)."""
+    """A plotly figure, with an image for viewers that do not run plotly (GitHub, nbconvert)."""
 
     _title = ""
     _picture = b""
-    # those of plotly omit the picture, and load plotly.js from a server
+    # plotly's methods omit the image, and load plotly.js from a server
     _ipython_display_ = None
     _repr_html_ = None
 
@@ -41,12 +41,12 @@ class PicturedFigure(go.Figure):
 
 
 def with_picture(figure: go.Figure) -> PicturedFigure:
-    """Return `figure` with its picture for the output of a notebook. Writes nothing."""
+    """Return `figure` with its image, for the output of a notebook. Writes no files."""
     return draw(figure)[0]
 
 
 def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
-    """Return `figure` as notebooks show it, its images by suffix, and the reasons for missing images."""
+    """Return `figure` as notebooks show it, its images by suffix, and why images are missing."""
     drawn = PicturedFigure(figure.to_dict())
     drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
     images, skipped = render_figure(drawn)
@@ -58,12 +58,12 @@ def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str,
 
 
 def plain_text(title: str | None) -> str:
-    """Return a plotly title on one line, without its tags."""
+    """Return a plotly title on one line, without HTML tags."""
     return " ".join(html.unescape(re.sub(r"</?[A-Za-z][^<>]*>", " ", title or "")).split())
 
 
 def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the images (`still` is the png of scale 1) and, for each suffix that failed, the reason."""
+    """Return the images (`still` is the PNG at scale 1), and the reason for each failed suffix."""
     try:
         return browser().images(figure.to_dict()), {}
     except Exception as error:
@@ -73,10 +73,10 @@ def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
 
 
 class Browser:
-    """A browser with an event loop in its own thread: the caller may be in a running loop, as in a kernel.
+    """A browser with an event loop in its own thread, because a kernel already runs a loop.
 
-    It starts with the first figure, which takes seconds. The server that Kaleido has for synchronous
-    calls would wait forever for a browser that died.
+    It starts with the first figure, which takes seconds. Kaleido's own server for synchronous calls
+    would wait forever for a browser that died.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Browser:
         atexit.register(self.close)
 
     def images(self, spec: dict) -> dict[str, bytes]:
-        """Render one figure. Raises the errors of the browser, and TimeoutError after EXPORT_S."""
+        """Render one figure. Raises the browser's errors, and TimeoutError after EXPORT_S."""
         return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
     async def _draw(self, spec: dict) -> dict[str, bytes]:
@@ -109,7 +109,7 @@ class Browser:
         return self._kaleido
 
     def close(self) -> None:
-        """End the browser; one that hangs is killed, because kaleido waits for it even when cancelled."""
+        """Close the browser, or kill it if it hangs, because a cancelled kaleido waits for it."""
         ended = self._kaleido
         self._kaleido = None
         if ended:

@@ -1,9 +1,9 @@
-"""Publish figures with their provenance: `NAME.svg`, `.png`, `.pdf`, `.html`, and `.json`, the sidecar.
+"""Publish figures with their provenance: `NAME.svg`, `.png`, `.pdf`, `.html` and a `.json` sidecar.
 
-The sidecar holds the run, its parameters and provenance, the figure, the caption, and the digests of
-the table, the figure and each file. It is written last. `publish` writes into the folder of the run.
-Only `publish_runs` writes into `figures/`: it copies figures with their records, and generates the
-gallery from the sidecars there.
+The sidecar contains the run, its parameters and provenance, the figure, the caption, and digests of
+the table, the figure and each file. It is written last. `publish` writes into the folder of the
+run. Only `publish_runs` writes into `figures/`: it copies figures with their records, and generates
+the gallery from the sidecars there.
 """
 
 import html
@@ -66,19 +66,20 @@ def publish(
     table: pd.DataFrame | None = None,
     folder: Path | None = None,
 ) -> PicturedFigure:
-    """Write `figure` as `NAME.{svg,png,pdf,html,json}`, and return it with its picture for the notebook.
+    """Write `figure` as `NAME.{svg,png,pdf,html,json}`; return it with its image for the notebook.
 
-    The files go into `folder` (`store.figures_dir` by default), with the record of the run, without
-    its rounds, as `records/RUN_ID.json`. The size of the images is that of the figure's layout, or of
-    the style. `table` is the data of the figure; its index is ignored.
+    The files go into `folder` (`store.figures_dir` by default), next to `records/RUN_ID.json`, the
+    record of the run without its rounds. The images have the size in the figure's layout, or else
+    in the style. `table` is the data of the figure; its index is ignored.
 
     Images need Chrome or Chromium. If the export fails, html and json are still written, stderr and
-    the sidecar give the reason, and older images of that name are removed. The page needs no network.
+    the sidecar give the reason, and older images of that name are removed. The HTML page needs no
+    network.
 
-    Raises InputError for a bad name, before anything is written, and for a folder that cannot be
+    Raises InputError for an invalid name, before anything is written, and if the folder cannot be
     written.
 
-    >>> publish(go.Figure(), "Best K", record=None)  # a figure's name is that of its files
+    >>> publish(go.Figure(), "Best K", record=None)  # the name is also that of the files
     Traceback (most recent call last):
     specnb.errors.InputError: figure name 'Best K': use 1 to 64 of a-z 0-9 _ -, the first a letter or digit
     """
@@ -109,7 +110,7 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
 
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
-    """Return the facts of a sidecar about a figure and its run. Raises InputError for a bad name."""
+    """Return a sidecar's facts about figure and run. Raises InputError for an invalid name."""
     _require_name(name)
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
@@ -146,7 +147,7 @@ def plotly_script(folder: Path) -> Path:
 
 
 def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
-    """Write the files of a figure, then its sidecar. Remove older images that could not be rendered now."""
+    """Write a figure's files, then its sidecar. Remove older images of suffixes that failed now."""
     file = folder / document["name"]
     for suffix in document["skipped"]:
         file.with_suffix(f".{suffix}").unlink(missing_ok=True)
@@ -156,12 +157,12 @@ def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
 
 
 def is_quick(record: RunRecord) -> bool:
-    """Return whether the numbers of a record come from a quick run, not from another run that it shows."""
+    """Return whether a record's numbers come from a quick run, not from an earlier run it shows."""
     return record.params.get("budget") == "quick" and "source" not in record.provenance
 
 
 def caption_of(title: str, record: RunRecord) -> str:
-    """Return the caption: title, run, models, machine, and warnings (lossy, fallback, failed, quick)."""
+    """Return a caption: title, run, models, machine, warnings (lossy, fallback, failed, quick)."""
     dropped = sum(g.fallback is not None for g in record.generations)
     notes = {
         "decoding is lossy": not all(g.lossless for g in record.generations),
@@ -169,7 +170,7 @@ def caption_of(title: str, record: RunRecord) -> str:
         "the run failed": record.status == "failed",
         QUICK: is_quick(record),
     }
-    # ids in the provenance contain no local folders; the first of several drafters counts
+    # ids in the provenance contain no local folders; of several drafters, the first is named
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models", ()))}
     models = " with ".join(readable(names[role]) for role in ("target", "drafter") if names.get(role))
@@ -183,7 +184,7 @@ def caption_of(title: str, record: RunRecord) -> str:
 
 
 def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
-    """Return the rows of a table, and the digest of its CSV ("\\n", shortest floats, NaN empty, no index)."""
+    """Return rows and CSV digest of a table ("\\n", shortest floats, NaN as "", no index)."""
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
     rows = plain(table.to_dict("records"), "table", nan=None)
@@ -191,14 +192,14 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
 
 
 def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
-    """Copy figures and records of runs into `figures/`, write gallery and explorer; return the runs' folders.
+    """Copy figures and records of runs into `figures/`, and write the gallery and the explorer.
 
-    `words` are run ids, or names of notebooks for their latest run. Without words, the latest
-    completed run of each notebook is published. `figures/records/RUN_ID.json` is the record without
-    its rounds; records without a figure are removed.
+    `words` are run ids, or names of notebooks, which stand for their latest run. Without words, the
+    latest completed run of each notebook is published. `figures/records/RUN_ID.json` is the record
+    without its rounds; records without a figure are removed. Returns the folders of the runs.
 
     Raises InputError for an unknown run, and for uncommitted changes in the checkout, now or when
-    the run was recorded. `allow_dirty` publishes despite changes, and the sidecars say so.
+    the run was recorded. With `allow_dirty`, it publishes anyway and the sidecars record this.
     """
     files = results.rglob(store.RUN)
     runs = [(store.load_record(file.parent), file.parent) for file in files if sidecars(file.parent / "figures")]
@@ -226,7 +227,7 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
-    """Copy the files of a figure and its record. Reads and writes no files but those of its name."""
+    """Copy the files of a figure and its record. Reads and writes no files with other names."""
     name = sidecar["name"]
     _require_name(name)
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
@@ -239,7 +240,7 @@ def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
 
 
 def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:
-    """Return the commit of a run, and whether its checkout had changes; without git it may have had."""
+    """Return the commit of a run, and whether its checkout was dirty (assumed without git)."""
     git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
     return git["commit"][:10], git["dirty"]
 
@@ -250,7 +251,7 @@ def sidecars(folder: Path) -> list[Sidecar]:
 
 
 def gallery(folder: Path) -> str:
-    """Return the gallery as Markdown: figures by notebook, with caption and provenance, then the claims."""
+    """Return the gallery as Markdown: figures by notebook with provenance, then the claims."""
     if not (published := sidecars(folder)):
         raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
     parts = [GALLERY]

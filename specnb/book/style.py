@@ -28,7 +28,7 @@ def template() -> go.layout.Template:
 
 
 def series(index: int) -> dict[str, Any]:
-    """Return line and marker of the series `index`: color, dash and shape change together."""
+    """Return the line and marker of series `index`: each differs in color, dash and shape."""
     return {
         "line_color": COLORS[index],
         "line_dash": DASHES[index],
@@ -80,7 +80,7 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:
     """Return arguments of plotly express for the intervals of `value`, from columns low and high.
 
-    A row with NaN ends gets no bar.
+    A row whose bounds are NaN gets no bar.
     """
     return {
         f"error_{axis}": rows["high"] - rows[value],
@@ -89,7 +89,7 @@ def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> d
 
 
 def readable(name: str) -> str:
-    """Return the name of a model or a drafter as people write it.
+    """Return the display name of a model or a drafter.
 
     >>> readable("smollm2-135m?backend=hf&dtype=bfloat16"), readable("smollm2-135m:q4_0")
     ('SmolLM2-135M, torch bfloat16', 'SmolLM2-135M q4_0')
@@ -99,7 +99,7 @@ def readable(name: str) -> str:
     if drafter := STYLE["drafters"].get(name.partition("(")[0]):
         return drafter
     source, _, query = name.partition("?")
-    source, _, kind = PureWindowsPath(source).name.partition(":")  # of either kind of path
+    source, _, kind = PureWindowsPath(source).name.partition(":")  # a POSIX or Windows path
     options = dict(parse_qsl(query))
     engine = {"hf": ", torch", "llama": ", llama.cpp"}.get(options.get("backend"), "")
     model = STYLE["models"].get(source, source)

@@ -13,17 +13,17 @@ from specnb.records import RunRecord
 
 ALL = "all"
 BUSY = "the machine was busy"
-"""The verdict on times that were measured while other processes used some of the cores."""
+"""The verdict on times measured while other processes used some of the cores."""
 GLANCE = (1, 2, 4, 8, 12, 24)
 """Values of K in the short table of a sweep."""
 NOTHING = "–"
 
 
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return a table for display: two digits, a dash for a missing value, intervals next to their values.
+    """Return a table for display: two decimals, dashes for missing values, intervals with values.
 
-    The ends of an interval are the columns low and high, or live_low and live_high; they move into
-    the cell of the column before them.
+    The bounds of an interval are the columns low and high, or live_low and live_high; they are
+    merged into the column before them.
     """
     shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
     for name, below in pairwise(frame.columns):
@@ -38,7 +38,7 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:
-    """Return speed-ups with their intervals: one row per temperature and category, one column per K."""
+    """Return speed-ups with intervals: one row per temperature and category, one column per K."""
     rows = compact(sweep[sweep["k"].isin(GLANCE)]).rename(columns={"k": "K"})
     rows = rows.sort_values(["temperature", "K"], kind="stable")
     index = ["temperature", "category"]
@@ -55,14 +55,14 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     - speedup, low, high: decoding speed over the record's `baseline`, without prefill and the first
       token; the interval is over prompts, NaN for fewer than `bench.FEWEST`
     - speedup_same_engine: the same over plain decoding in the same engine
-    - wall_speedup: with the prefill of target and drafter, over plain decoding in the same engine
-    - busy
+    - wall_speedup: including the prefill of target and drafter, over the same engine
+    - busy: whether other processes disturbed the run
     """
     return _over_baseline(live_rows(record), record)
 
 
 def live_rows(record: RunRecord) -> pd.DataFrame:
-    """Return one row per generation, with the last plain one of its prompt and temperature."""
+    """Return one row per generation, with the last plain one of the same prompt and temperature."""
     plain_of = {(g.prompt_id, g.temperature): g for g in record.generations if not g.k}
     rows = []
     for g in [*plain_of.values(), *(g for g in record.generations if g.k)]:
@@ -87,13 +87,13 @@ def live_rows(record: RunRecord) -> pd.DataFrame:
 
 
 def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows followed by a copy of each with the category `all`."""
+    """Return the rows, followed by a copy of each with the category `all`."""
     order = pd.CategoricalDtype([*rows["category"].unique(), ALL])
     return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
 
 
 def _over_baseline(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
-    """Return the `speed_table` of rows by category, temperature and K, over the record's baseline."""
+    """Return the `speed_table` of `rows` by category, temperature and K, over the baseline."""
     by = ["category", "temperature", "k"]
     frame = speed_table(_pooled(rows).sort_values(by), by).assign(busy=busy(record))
     if curve := record.measurements.get("verify_curve"):
@@ -104,12 +104,12 @@ def _over_baseline(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
 
 
 def baseline(record: RunRecord) -> Baseline:
-    """Return the fastest plain decoding that was measured; in older records, that of the same engine."""
+    """Return the fastest measured plain decoding; in older records, that of the same engine."""
     return Baseline.model_validate(record.measurements.get("baseline", {}))
 
 
 def busy(record: RunRecord) -> bool | None:
-    """Return whether other processes disturbed the run or its cost curve; None if it was not recorded."""
+    """Return whether other processes disturbed the run or its cost curve; None if not recorded."""
     parts = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
     return max((part["busy"] for part in parts if part and part["busy"] is not None), default=None)
 
@@ -127,10 +127,10 @@ def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
 def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
     """Return the replay of the drafter that also ran live, in the columns of `k_sweep`.
 
-    With `ran_live`, only the prompts and K that ran live, too. Counts are expected values; intervals
-    are over prompts. The speed-up is predicted from the measured costs; tokens_per_s is the live rate
-    of plain decoding times the speed-up, because a step in a run takes longer than one that is timed
-    in a loop. A run with a rule other than `token` has no replay: the live sweep is returned.
+    With `ran_live`, only prompts and K that also ran live. Counts are expected values; intervals
+    are over prompts. The speed-up is predicted from the measured costs; tokens_per_s is the live
+    rate of plain decoding times the speed-up, because a step in a run takes longer than one timed
+    in a loop. A run with a rule other than `token` has no replay; its live sweep is returned.
     """
     if "replay" not in record.measurements:
         return k_sweep(record)
@@ -141,7 +141,7 @@ def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
-    """Compare live runs with their replay: tau and decoding speed by temperature and K, all prompts."""
+    """Compare live runs with their replay: tau and speed by temperature and K, over all prompts."""
     tables = k_sweep(record), replayed(record, ran_live=True)
     pooled = [table.query("category == @ALL and k > 0") for table in tables]
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
@@ -153,7 +153,7 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
 
 
 def sweep_time(record: RunRecord) -> pd.DataFrame:
-    """Return the seconds of the replayed sweep and of the same grid live, and their ratio."""
+    """Return the seconds of the replayed sweep and of the same grid run live, and their ratio."""
     times = pd.DataFrame([record.measurements["replay"]], columns=["replay_s", "live_s"])
     return times.assign(times_less=times["live_s"] / times["replay_s"])
 
@@ -176,21 +176,22 @@ def turns(record: RunRecord) -> pd.DataFrame:
 
 
 def rates(record: RunRecord) -> pd.DataFrame:
-    """Return tokens per second of prefill and plain decoding: mean and standard deviation, as llama-bench."""
+    """Return tokens per second of prefill and plain decoding: mean and std, as in llama-bench."""
     return pd.DataFrame(record.measurements["plain_rates"]).drop(columns="samples")
 
 
 def best_range(record: RunRecord) -> pd.DataFrame:
-    """Return the best K per drafter, content and temperature, and the range of K that is not slower.
+    """Return the best K per drafter, content and temperature, and the range of equally fast K.
 
     K = 0, the fastest plain decoding, is one of the choices. A K is slower if the interval (over
-    prompts) of its time relative to the best K lies above 1. Columns include those of `fastest_k`, and
+    prompts) of its time relative to the best K lies above 1. Columns include those of `fastest_k`,
+    and
 
     - verdict: `pays` if the speed-up's interval, widened for the choice among many K, lies above 1;
       `does not pay` if K = 0 is the best and every other K is slower; BUSY if other processes
       disturbed the run; otherwise `undecided`
     """
-    if "replay" not in record.measurements:  # another rule than token: only the live K
+    if "replay" not in record.measurements:  # a rule other than token: only the live K
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
     rows = _pooled(replay_rows(record)).query("n_decoded > 0")
     fastest = baseline(record)
@@ -207,16 +208,16 @@ def best_range(record: RunRecord) -> pd.DataFrame:
 
 
 def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFrame:
-    """Return the fastest K of each group of replayed `rows`, in total seconds over its texts.
+    """Return the fastest K of each group of replayed `rows`, by total seconds over its texts.
 
     Columns: those of `by` and
 
     - k, and `range`, the range of K around it that is not slower with 95 % confidence
-    - longest: the longest draft that the drafter ever offered; a larger K changes nothing
+    - longest: the longest draft that the drafter proposed; a larger K changes nothing
     - speedup, low, high: over plain decoding in the same engine; the interval over prompts is
       widened for the choice of K
     - tau, n_prompts
-    - without_loops: the speed-up over texts whose plain answer does not loop
+    - without_loops: the speed-up on prompts whose plain output does not loop
     - others_slower: whether every other K is slower
     """
     loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
@@ -245,7 +246,7 @@ def _choose_k(rows: pd.DataFrame) -> dict[str, Any]:
 
 
 def _speedup_without(texts: set[tuple[str, float]], rows: pd.DataFrame) -> float:
-    """Return the speed-up of `rows` except for `texts`; NaN if none is left."""
+    """Return the speed-up of `rows` without `texts`; NaN if none is left."""
     pairs = zip(rows["prompt_id"], rows["temperature"], strict=True)
     left = rows.loc[[text not in texts for text in pairs], SPEED]
     return rate_ratio(left) if len(left) else np.nan
@@ -254,9 +255,9 @@ def _speedup_without(texts: set[tuple[str, float]], rows: pd.DataFrame) -> float
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest K > 0 per category and temperature (machine, drafter), and a verdict.
 
-    verdict: `pays` if the whole interval is above 1, `does not pay` if it is below, BUSY where the
-    sweep is marked so, otherwise `undecided`. K is selected on these prompts. The interval accounts
-    for that; the point estimate is optimistic: confirm it on held-out prompts.
+    verdict: `pays` if the whole interval is above 1, `does not pay` if it is below, BUSY if the
+    sweep is marked as busy, otherwise `undecided`. K is selected on these prompts. The interval
+    accounts for that; the point estimate is optimistic: confirm it on held-out prompts.
     """
     drafting = sweep.query("k > 0")
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]
@@ -280,12 +281,12 @@ def verify_cost(record: RunRecord) -> pd.DataFrame:
 
 
 def side_by_side(record: RunRecord) -> pd.DataFrame:
-    """Return the cost of verifying four drafts, by context length and number of sequences in a pass.
+    """Return the cost of verifying four draft tokens, by context length and sequences per pass.
 
     Columns: context, sequences, plain_ms (one token per sequence), ratio (five tokens per sequence
-    over one), rate_needed (the acceptance rate from which four drafts that cost nothing pay; above 1:
-    never). The sequences are simulated by more tokens of one sequence: the same weights and products,
-    but one KV cache.
+    over one), rate_needed (the acceptance rate from which four free draft tokens pay; above 1:
+    never). Several sequences are simulated by more tokens of one sequence: the weights and matrix
+    products are the same, but there is only one KV cache.
     """
     rows = []
     for curve in map(CostCurve.model_validate, record.measurements["contexts"]):
@@ -297,7 +298,10 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
 
 
 def time_split(record: RunRecord) -> pd.DataFrame:
-    """Return the shares of decoding time by K: draft, verify, rewind, other; overhead is outside passes."""
+    """Return the shares of decoding time by K: draft, verify, rewind, other, and overhead.
+
+    Overhead is the share outside of forward passes.
+    """
     parts = ["draft", "verify", "rewind", "forward"]
     rows = [
         (g.k, g.decode_s, *(sum(getattr(r, f"{p}_s") for r in g.rounds) for p in parts)) for g in record.generations
@@ -309,7 +313,7 @@ def time_split(record: RunRecord) -> pd.DataFrame:
 
 
 def checks(record: RunRecord) -> pd.DataFrame:
-    """Check what holds on every machine: greedy runs match plain decoding, and the counts add up."""
+    """Check facts that hold on every machine: greedy runs match plain decoding, counts add up."""
     live = live_rows(record)
     greedy = live.query("k > 0 and temperature == 0")
     plain = live.query("k == 0")

@@ -37,10 +37,11 @@ STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-f
 
 
 class RoundText(NamedTuple):
-    """A round as text: `n_accepted` of `drafted` draft tokens, then the target's token unless the text ended.
+    """A round as text: `n_accepted` of `drafted` draft tokens, then the target's token, if any.
 
-    `drafts` may end after the first rejected token if no more was recorded. `chances` are texts with
-    p_target and q_draft of each committed token, where known.
+    The target adds no token if the text ended. `drafts` may end after the first rejected token if
+    no more was recorded. `chances` are texts with p_target and q_draft of each committed token, if
+    known.
     """
 
     drafts: tuple[bytes, ...]
@@ -72,7 +73,10 @@ class RoundText(NamedTuple):
 
 
 def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
-    """Return the rounds at draft length k of the first recording with the fields `wanted`. Raises InputError."""
+    """Return the rounds at draft length k of the first recording with the fields `wanted`.
+
+    Raises InputError if there is none.
+    """
     recording = trace.select(**wanted).recordings[0]
     rounds = []
     p = map(", p {:.2f}".format, recording.p_target)
@@ -96,7 +100,7 @@ def generated(generation: Generation, vocab: Vocabulary) -> list[RoundText]:
 
 
 def strip(rounds: Iterable[RoundText]) -> str:
-    """Return the text as HTML, each token in the style of its fate, with the rejected draft tokens."""
+    """Return the text as HTML with rejected draft tokens; each token has the style of its fate."""
     legend = " &ensp;".join(_tagged(fate, fate, fate) for fate in FATES)
     parts = []
     at = 0
@@ -126,8 +130,8 @@ def _tagged(fate: str, text: str, title: str) -> str:
 def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     """Return round `number` (from 1) as a table: position, draft, target_choice, accepted.
 
-    The target's choices after a rejected draft token are not used: they continue a text that is not
-    written. Raises InputError for a round that does not exist.
+    The target's choices after a rejected draft token are not used, because they continue a text
+    that was not generated. Raises InputError for a round that does not exist.
     """
     if not 1 <= number <= len(rounds):
         raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
@@ -138,10 +142,10 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
     table.insert(0, "position", table.index + 1)
     rest = "behind the cut" if each.ending else "after the end"
-    return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus stands for no draft
+    return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus token has no draft
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:
-    """Return the text of a token with visible blanks and line ends, or ∎ for an empty one."""
+    """Return the text of a token with visible blanks and line breaks, or ∎ for an empty token."""
     text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", blank)
     return "".join(c if c.isprintable() else "�" for c in text) or "∎"

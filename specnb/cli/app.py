@@ -1,9 +1,9 @@
-"""The command line: a thin shell over the package. The only room that prints.
+"""The command line: a thin layer over the package, and the only part of it that prints.
 
-Every command but `lab`, `heads train` and `heads convert` has `--json`: one JSON document on stdout, with the records'
-field names. Progress goes to stderr.
-Exit codes: 0 done, 1 something that was run failed, 2 wrong input, 130 interrupted, 125 a draft that could not be
-judged (`divergence`).
+All commands except `lab`, `heads train` and `heads convert` have `--json`: one JSON document on
+stdout, with the field names of records. Progress goes to stderr.
+Exit codes: 0 success, 1 a run or check failed, 2 invalid input, 130 interrupted, 125 inconclusive
+(`divergence` and `attach --compare`).
 """
 
 import os
@@ -45,12 +45,12 @@ MOVED = {
     "models pairs": "models --pairs",
     "divergence preflight": "check TARGET DRAFT",
 }
-"""Commands of earlier versions, and what replaces them."""
+"""Commands of earlier versions, and their replacements."""
 
 
 def main() -> None:
-    """Entry point: errors made on purpose become one line and exit code 2."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters of a text
+    """Run the command line. A SpecnbError is printed as one line, with exit code 2."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # the terminal's encoding may lack characters
     try:
         for n in (1, 2):
             if (old := " ".join(sys.argv[1 : 1 + n])) in MOVED:
@@ -64,7 +64,7 @@ def main() -> None:
 
 @app.callback(invoke_without_command=True)
 def options(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
-    """Handle the options before a command."""
+    """Handle the options before the command."""
     if version:
         print(f"specnb {__version__}")
         raise Exit
@@ -96,15 +96,15 @@ def generate(
     verbose: bool = False,
     as_json: bool = False,
 ) -> None:
-    """Generate a text; by default a router drafts only where it pays."""
+    """Generate text; by default, a router drafts only where it pays."""
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.pair import run_pair
     from specnb.measure.triage import suspicion
 
     if draft and drafter not in (None, "auto"):
-        raise InputError(f"give --draft or --drafter, or both with --drafter auto (got {draft!r} and {drafter!r})")
+        raise InputError(f"got --draft {draft!r} and --drafter {drafter!r}: give one, or both with --drafter auto")
     if bool(text) == bool(prompt):
-        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one: give it as it is or with --prompt")
+        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one, as the argument or as --prompt")
     chosen = drafter or draft or (None if controller else "auto")
     text = text or prompt
     console = Console()
@@ -152,7 +152,7 @@ def generate(
 
 @app.command(rich_help_panel=START)
 def explore(trace: str = "", as_json: Json = False) -> None:
-    """Open the explorer, a page, on the shipped trace or that of a run."""
+    """Open the explorer, an HTML page, on the shipped trace or a run's."""
     from specnb.book.explorer.page import write_page
     from specnb.book.explorer.tables import SHIPPED
 
@@ -166,14 +166,14 @@ def explore(trace: str = "", as_json: Json = False) -> None:
 def lab(context: Context, notebook: str = "00") -> None:
     """Open a copy of a notebook in JupyterLab.
 
-    All notebooks are copied to results/lab, where `figures` and `data` are links into the checkout. A copy is never
-    replaced: rename it to get a newer notebook. Options after the name, such as `--no-browser --port 8888`, are those
-    of `jupyter lab`.
+    All notebooks are copied to results/lab, where `figures` and `data` are links into the checkout.
+    A copy is never overwritten: rename it to get a newer notebook. Options after the name, such as
+    `--no-browser --port 8888`, are passed to `jupyter lab`.
     """
     from specnb.book.notebook import find_notebook
 
     words = context.args
-    if notebook.startswith("-"):  # the first option of Jupyter, and no name
+    if notebook.startswith("-"):  # an option of Jupyter, not a name
         notebook, words = "00", [notebook, *words]
     source = find_notebook(notebook)
     root = store.results_dir() / "lab"
@@ -184,9 +184,9 @@ def lab(context: Context, notebook: str = "00") -> None:
 
 
 def _copy_notebooks(source: Path, root: Path) -> None:
-    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; name outdated copies.
+    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; warn of old copies.
 
-    The links of notebooks to figures and data resolve.
+    Symbolic links keep the notebooks' links to figures and data valid.
     """
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
         copy = root / "notebooks" / path.name
@@ -212,8 +212,9 @@ def check(
 ) -> None:
     """Check the machine, or a target and its drafter.
 
-    Exit code 1 if a check fails; each names its remedy. Of a pair: the drafter must not change the caller's tokens
-    and must see its own drafts, and the caches must be right after a rejection.
+    Exit code 1 if a check fails; each failure names its remedy. For a pair: the drafter must not
+    change the caller's tokens and must see its own draft tokens, and the caches must be correct
+    after a rejection.
     """
     if models:
         raise Exit(_check_models(models, k, as_json))
@@ -223,18 +224,18 @@ def check(
     answers = [row["ok"] for row in findings]
     mark = {True: "ok", False: "MISSING", None: "warning"}
     rows = [row | {"": mark[row["ok"]]} for row in findings if verbose or not row["ok"]]
-    title = f"check: {answers.count(True)} of {len(findings)} are fine"
+    title = f"check: {answers.count(True)} of {len(findings)} passed"
     print_result(as_json, findings, table_of(title, rows, ["", "name", "detail", "fix"]))
     raise Exit(int(False in answers))
 
 
 def _check_models(models: list[str], k: int, as_json: bool) -> int:
-    """Run `compat.preflight` on a model alone, or on a target and its drafter, and return the exit code."""
+    """Run `compat.preflight` on a model, or a target and its drafter; return the exit code."""
     from specnb.compat.preflight import preflight
     from specnb.draft.load import open_pair
 
     if len(models) > 2:
-        raise InputError(f"a target and its drafter are checked, got {len(models)} models: {', '.join(models)}")
+        raise InputError(f"expected a target and its drafter, got {len(models)} models: {', '.join(models)}")
     with open_pair(models[0], models[1] if len(models) == 2 else None, strict=True) as (target, drafter, _):
         results = preflight(drafter, target, k=k) if drafter else preflight(target, k=k)
         checks = [check._asdict() for check in results]
@@ -244,10 +245,10 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
 
 @app.command(rich_help_panel=MODELS)
 def describe(model: str, certify: bool = False, as_json: Json = False) -> None:
-    """Show how a model opens here, rolls back, and what drafts for it.
+    """Show how a model loads and rolls back, and what drafts for it.
 
-    With `--certify`, compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1 unless all are
-    identical.
+    With `--certify`, compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1
+    unless all are identical.
     """
     if certify:
         raise Exit(_certify(model, as_json))
@@ -263,7 +264,7 @@ def describe(model: str, certify: bool = False, as_json: Json = False) -> None:
 
 
 def _certify(model: str, as_json: bool) -> int:
-    """Print up to which width passes are bit-identical to single steps, and return the exit code."""
+    """Print the largest width of passes that equal single steps bitwise; return the exit code."""
     from specnb.lm import probe
     from specnb.lm.files import parse
     from specnb.lm.load import load
@@ -281,7 +282,8 @@ def _certify(model: str, as_json: bool) -> int:
 def compat(models: list[str], as_json: Json = False) -> None:
     """Check whether a draft model works with a target.
 
-    Prints the verdict, every difference, and what llama.cpp and transformers say; of more than two models a matrix.
+    Prints the verdict, every difference, and whether llama.cpp and transformers accept the pair.
+    For more than two models, prints a matrix.
     """
     from specnb.compat.check import check, matrix
     from specnb.compat.read import describe
@@ -313,9 +315,10 @@ def models(
 ) -> None:
     """List models, their roles, and which can draft for which.
 
-    Lists the zoo, the models of the checkout, those known by published facts, and the files in PLACES. A model has a
-    role if a listed partner has the same ids, and the pair can win by its sizes. `--pairs` shows the pairs and the
-    reasons, of local models or of those in PLACES.
+    Lists the zoo, the models in the checkout, models known only from published facts, and the files
+    in PLACES. A model has a role if a listed partner has the same token ids, and the sizes of the
+    pair allow a speedup. `--pairs` shows the pairs and the reasons, for local models or those in
+    PLACES.
     """
     if fetch:
         from specnb.lm.files import zoo_file
@@ -340,7 +343,7 @@ def models(
 
 
 def _list_pairs(places: list[str] | None, as_json: bool) -> None:
-    """Print which of some models can draft for which, and which can win."""
+    """Print which models can draft for which, and which pairs can be faster."""
     from specnb.compat.models import names_in, pairs
     from specnb.lm.files import status
 
@@ -348,7 +351,7 @@ def _list_pairs(places: list[str] | None, as_json: bool) -> None:
     columns = ["draft", "can_win", "best_case", "verdict", "c", "k", "text_shared"]
     parts = [frame_of(f"target {name}", rows[columns]) for name, rows in table.groupby("target")]
     note = (
-        "c: ratio of the weights that a step reads, in a mixture of experts only the active ones. "
+        "c: ratio of the weights that a step reads (of a mixture of experts, only the active ones). "
         "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
     )
     print_result(
@@ -372,10 +375,11 @@ def bench(
 ) -> None:
     """Measure whether drafters pay on this machine, live.
 
-    The baseline is the fastest plain decoding of the same weights. Prints T(n), the cost of a draft step, acceptance,
-    and the live speed of every K with intervals, interleaved with plain decoding. `--row` writes the result as a row
-    of data/machines, `--page` (a draft model, ten minutes) a page with the verdict, the best K by content, the flags
-    of other engines, and the explorer.
+    The baseline is the fastest plain decoding of the same weights. Prints T(n), the cost of a draft
+    step, acceptance, and the live speed of every K with intervals, interleaved with plain decoding.
+    `--row` writes the result as a row of data/machines. `--page` (one draft model, ten minutes)
+    writes a page with the verdict, the best K by content, the flags of other engines, and the
+    explorer.
     """
     from specnb.measure.bench import FEWEST
     from specnb.measure.experiment import ProgressBar
@@ -387,13 +391,13 @@ def bench(
     names = drafters or []
     for option, value in {"--row": row, "--page": page}.items():
         if value and len(names) != 1:
-            raise InputError(f"{option} is about a target and one drafter, got {', '.join(names) or 'no drafter'}")
+            raise InputError(f"{option} needs a target and one drafter, got {', '.join(names) or 'no drafter'}")
     options: dict[str, Any] = {}
     if max_new_tokens is not None:
         options["max_new_tokens"] = max_new_tokens
     if page:
         if row or heads_checkpoint:
-            raise InputError("--page is about a draft model: leave out --row and --heads-checkpoint")
+            raise InputError("--page needs a draft model: leave out --row and --heads-checkpoint")
         if prompts_per_category is not None:
             options["prompts_per_category"] = prompts_per_category
         _write_page(page, target, names[0], as_json, source=prompts, contents=categories, **options)
@@ -455,7 +459,7 @@ def run(
     timeout_s: int | None = None,
     as_json: Json = False,
 ) -> None:
-    """Run notebooks headless, with results in results/; exit code 1 if one failed."""
+    """Run notebooks headless into results/; exit code 1 if one failed."""
     from specnb.book.engine import format_error, run_notebook
     from specnb.book.notebook import find_notebook, parse_parameters
     from specnb.book.notebook import notebooks as all_notebooks
@@ -466,7 +470,7 @@ def run(
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
     warn_if_busy()
-    zoo_file("smollm2-135m")  # fetched here to show its progress
+    zoo_file("smollm2-135m")  # downloaded here, to show the progress
     folder = results or store.results_dir()
     document = []
     code = 0
@@ -498,9 +502,9 @@ def publish(
     allow_dirty: bool = False,
     as_json: Json = False,
 ) -> None:
-    """Copy figures of runs and their records into figures/.
+    """Copy the figures and records of runs into figures/.
 
-    Needs a clean checkout, and writes the gallery.
+    Needs a clean checkout. Also writes the gallery.
     """
     from specnb.book.publish import publish_runs
 

@@ -1,4 +1,4 @@
-"""`specnb attach`: does speculation pay on a running server, and what changed between two builds?"""
+"""`specnb attach`: does speculation pay on a running server? What changed between two builds?"""
 
 import json
 from pathlib import Path
@@ -25,16 +25,17 @@ def attach(
 ) -> None:
     """Measure whether speculation pays on a running server.
 
-    The server is llama-server, vLLM or SGLang. Sends prompts one at a time, greedily and at T = 1, and contacts
-    nothing but the URL. Prints the speedup by content, the best K with its interval, and what looks like a fault;
-    writes a page and a JSON file. Plain replies come from a second server without a draft (`--plain`), or from the
-    same one if it takes K from a request. An API key is read from SPECNB_API_KEY. Start llama-server with
-    `--metrics`, which counts rounds.
+    The server is llama-server, vLLM or SGLang. Sends prompts one at a time, at temperatures 0 and
+    1, and contacts only the URL. Prints the speedup by content, the best K with its interval, and
+    suspected faults; writes a page and a JSON file. Plain replies come from a second server without
+    a draft (`--plain`), or from the same one if requests can set K. An API key is read from
+    SPECNB_API_KEY. Start llama-server with `--metrics`, which counts rounds.
 
-    `--compare OLD NEW` says what changed between two such files: arithmetic, drafting, cost, or nothing.
+    `--compare OLD NEW` reports what changed between two such files: arithmetic, drafting, cost, or
+    nothing.
 
-    Exit code: 0 done, 1 if the server stopped answering; what was measured is saved. With `--compare`, for
-    `git bisect run`: 0 nothing, 1 something, 125 cannot know.
+    Exit code: 0 success, 1 if the server stopped responding; measurements so far are saved. With
+    `--compare`, for `git bisect run`: 0 nothing, 1 something, 125 cannot know.
     """
     from pandas import DataFrame
 

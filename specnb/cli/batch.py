@@ -29,14 +29,14 @@ def sweep(
     Completed runs are skipped, so the same command resumes after an interrupt.
 
     `specnb sweep 01 -p seed 0,1,2 -p drafter lookup,self --workers 2` makes six runs. A batch file
-    contains the same as notebook, budget, parameters and grid (see notebooks/batches). The exit code
-    is 1 if a run failed; the other runs are not affected.
+    sets notebook, budget, parameters and grid (see notebooks/batches). The exit code is 1 if a run
+    failed; the other runs are not affected.
 
-    On several machines: start `dask scheduler` on one and `dask worker tcp://HOST:8786 --nthreads 1` on
-    each (for GPUs with --resources GPU=1), in the same checkout and environment, with results in a
-    shared folder or s3://. On SLURM, start the workers with dask_jobqueue.SLURMCluster(cores=1,
-    processes=1), on Kubernetes with dask_kubernetes.operator.KubeCluster, and pass their
-    scheduler_address to `--scheduler`.
+    On several machines: start `dask scheduler` on one, and on each of them
+    `dask worker tcp://HOST:8786 --nthreads 1` (for GPUs, with --resources GPU=1), in the same
+    checkout and environment, with results in a shared folder or s3://. On SLURM, start the workers
+    with dask_jobqueue.SLURMCluster(cores=1, processes=1), on Kubernetes with
+    dask_kubernetes.operator.KubeCluster, and pass their scheduler_address to `--scheduler`.
     """
     from specnb.batch import sweep as batches
     from specnb.book.notebook import parse_parameters
@@ -45,7 +45,7 @@ def sweep(
     if not notebook.endswith((".yaml", ".yml")):
         batch = batches.batch_of(notebook, params, budget)
     elif params or budget:
-        raise InputError(f"{notebook} is a whole batch: write -p and --budget into it instead")
+        raise InputError(f"got -p or --budget with the batch file {notebook}: set them in the file instead")
     else:
         batch = batches.read_batch(Path(notebook))
     results = results or str(store.results_dir())
@@ -85,12 +85,13 @@ def results(
 ) -> None:
     """Query runs with SQL (duckdb), or read another engine's log.
 
-    Without a query all runs are listed. With `--from`, prints the best K by the counts of another engine.
+    Without a query, all runs are listed. With `--from`, prints the best K from another engine's
+    counts.
 
     `specnb results "SELECT k, avg(n_accepted) FROM rounds GROUP BY k"`
 
-    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads the counts of vLLM, SGLang, AIPerf and Spec-Bench,
-    log lines of llama-server and vLLM, and their Prometheus counters.
+    `specnb results --from responses.jsonl --c 0.05 --t8 1.1` reads the counts of vLLM, SGLang,
+    AIPerf and Spec-Bench, log lines of llama-server and vLLM, and their Prometheus counters.
     """
     if log:
         _advise(log, k, c, t8, as_json)
@@ -103,7 +104,7 @@ def results(
 
 
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
-    """Print tokens per round at every K from a log, and the best K for one machine or the named ones."""
+    """Print a log's tokens per round at every K, and the best K for one or the named machines."""
     from specnb.batch.logs import advise, by_position, find_faults, read_log, sweep_log
     from specnb.measure.bench import FEWEST
     from specnb.measure.cost import NAMED, Cost

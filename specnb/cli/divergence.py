@@ -30,19 +30,19 @@ def investigate(
 ) -> None:
     """Run a draft alone and next to other models, and find the first wrong module.
 
-    A service is a context manager deploy(draft, neighbor). Inside it, calling the draft does what
-    it does in the failing service; neighbor is None if the draft runs alone. A service that
+    A service is a context manager deploy(draft, neighbor). Inside it, a call of the draft computes
+    the same as in the failing service; neighbor is None if the draft runs alone. A service that
     computes in a coarser type than the draft is not judged: load the draft in that type with
     --dtype.
 
-    Exit code: 0 sound, 1 divergent, 125 inconclusive, or if a model does not open or the service
-    raises. git bisect reads them as good, bad and skip, so this finds the commit that broke a
+    Exit code: 0 sound, 1 divergent, 125 inconclusive, or if a model does not load or the service
+    raises. git bisect reads these as good, bad and skip, so this finds the commit that broke a
     service:
 
     git bisect run specnb divergence investigate --draft DRAFT --target TARGET --deploy
     my_service:deploy
 
-    Invalid options exit with 2, which git reads as bad: run the line once by hand first.
+    Invalid options exit with 2, which git reads as bad: run the command once by hand first.
     """
     for complaint, wrong in {
         f"got --deploy {deploy!r} and --fault {fault!r}, expected only one of them": deploy and fault,
@@ -79,7 +79,7 @@ def investigate(
                     load(name, backend="hf", decoder="transformers", **typed) for name in filter(None, (draft, target))
                 )
                 models = [opened.enter_context(closing(model)).network for model in torch_models]
-        if fault:  # a draft without such a part is not judged
+        if fault:  # raises if the draft lacks the part that the fault changes
             with service(models[0], None):
                 pass
         with judged():
@@ -107,7 +107,7 @@ def audit(
 ) -> None:
     """Sample from a pair; test whether draft tokens follow q_draft and output tokens p_target.
 
-    Exit code: 0 sound, 1 wrong, 125 inconclusive, or if a model does not open; 2 for invalid
+    Exit code: 0 sound, 1 wrong, 125 inconclusive, or if a model does not load; 2 for invalid
     options.
     """
     import pandas as pd
@@ -120,7 +120,7 @@ def audit(
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     Sampling(**sampling)
-    SamplingTally().audit(effect=effect)  # refuse a wrong option before any model is opened
+    SamplingTally().audit(effect=effect)  # reject an invalid option before any model is loaded
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
     with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
         result = audit_pair(
@@ -146,14 +146,14 @@ def audit(
 def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json = False) -> None:
     """Feed another engine's greedy tokens through plain decoding, and list the forks.
 
-    A fork is a token that is not the likeliest.
+    A fork is a token that is not the most likely one.
 
-    A line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are exact),
-    optionally with "id", "source" and "control". There is one verdict per source; its control is
-    the source of the same engine without drafts. The difference between the logits of TARGET and
-    OTHER decides which margins count as near-ties.
+    Each line of the file is {"prompt": …, "output": …}, each as token ids or as text (ids are
+    exact), optionally with "id", "source" and "control". There is one verdict per source; its
+    control is the source of the same engine without drafts. The difference between the logits of
+    TARGET and OTHER decides which margins count as near-ties.
 
-    Exit code: 0 identical or near-ties, 1 hard, 125 inconclusive, or if a model does not open or a
+    Exit code: 0 identical or near-ties, 1 hard, 125 inconclusive, or if a model does not load or a
     text does not fit it.
     """
     from specnb.divergence.foreign import SourceVerdict, audit_texts, read_texts
@@ -170,7 +170,7 @@ def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json
 
 
 def faults(as_json: Json = False) -> None:
-    """List the planted faults: cause, module that must be named first, upstream issues."""
+    """List the planted faults: cause, module that must be found first, upstream issues."""
     from specnb.divergence.faults import FAULTS
     from specnb.divergence.pair import pair
 
@@ -192,7 +192,7 @@ def faults(as_json: Json = False) -> None:
     print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))
 
 
-# In the order of use.
+# In the usual order of use.
 for command, line in {
     investigate: "Run a draft alone and next to other models: which module is wrong first?",
     capture: "Record what a model's modules compute.",

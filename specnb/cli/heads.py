@@ -1,4 +1,4 @@
-"""`specnb heads`: options of trained heads. `specnb.medusa` does the work."""
+"""`specnb heads`: train and convert heads, with `specnb.medusa`."""
 
 from contextlib import closing
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Options that commands share, how results are printed, and which exit code an error becomes."""
+"""Shared options of commands, printing of results, and exit codes of errors."""
 
 import json
 import re
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from specnb.measure.pair import PairRun
 
 UNKNOWN = 125
-"""Exit code where nothing could be judged: `git bisect run` skips it, and takes 1 to 124 for a bad commit."""
+"""Exit code if nothing could be judged: `git bisect run` skips it; 1 to 124 mean a bad commit."""
 EPILOG = "More options: --help-all."
 FOLDED = 13
 """Width to which a column of text may be folded."""
@@ -41,7 +41,7 @@ Part = tuple[str, list[str], list]
 
 
 class Command(TyperCommand):
-    """A command whose `--help` shows the options that most calls need, and whose `--help-all` shows all."""
+    """A command whose `--help` shows the most common options, and whose `--help-all` shows all."""
 
     def parse_args(self, ctx, args):
         if "--help-all" in args:
@@ -52,7 +52,7 @@ class Command(TyperCommand):
 
 
 class TakesPairs(Command):
-    """A command whose `-p NAME VALUE` takes two words, or one, `NAME=VALUE`; typer knows no lists of pairs."""
+    """A command whose `-p` takes NAME VALUE or NAME=VALUE; typer has no lists of pairs."""
 
     def parse_args(self, ctx, args):
         rest = iter(args)
@@ -83,7 +83,7 @@ def rows_of(function: Callable) -> Mapping[str, Any]:
 
 
 def annotate(function: Callable) -> Callable:
-    """Annotate the parameters of a command with what `options.toml` says of them."""
+    """Annotate the parameters of a command with their rows of `options.toml`."""
     for name, row in rows_of(function).items():
         facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
@@ -91,7 +91,7 @@ def annotate(function: Callable) -> Callable:
         facts["hidden"] = facts.pop("rare", False)
         if facts.pop("argument", False):
             declared = Argument(**facts)
-        else:  # by itself typer would add --no-…, and make -k of k
+        else:  # by default, typer would add --no-…, and turn k into -k
             names = facts.pop("names", [f"--{name.replace('_', '-')}"])
             declared = Option(*names, **facts)
         function.__annotations__[name] = Annotated[function.__annotations__[name], declared]
@@ -99,23 +99,23 @@ def annotate(function: Callable) -> Callable:
 
 
 def clean(text: object) -> str:
-    """Return text whose control characters, which a model may write, are shown and no longer obeyed by a terminal."""
+    """Return text with control characters, which a model may generate, escaped for the terminal."""
     return CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", str(text).replace("\r\n", "\n"))
 
 
 def print_result(as_json: bool, document: Any, *parts: str | Part | None) -> None:
-    """Print the document as one line of JSON, paths as text, or each of its parts: lines and tables."""
-    if as_json:  # ASCII: a pipe may have an encoding that lacks what a model writes
+    """Print `document` as one line of JSON (paths as text), or else `parts`: lines and tables."""
+    if as_json:  # ASCII: a pipe's encoding may lack characters that a model generates
         parts = (json.dumps(document, default=str),)
     for part in filter(None, parts):
         print(part) if isinstance(part, str) else print_table(*part)
 
 
 def print_table(title: str, columns: list[str], rows: list) -> None:
-    """Print a table whose cells hold anything; columns for which there is no room are named below.
+    """Print a table with cells of any type; columns that do not fit are named below it.
 
     Short columns are never folded, nor are single words (ids, names, numbers) of up to half of the
-    width where there is room.
+    width if there is room.
     """
     console = Console()
     table, fitting = Table(show_header=any(columns)), []
@@ -141,27 +141,27 @@ def print_table(title: str, columns: list[str], rows: list) -> None:
 
 
 def table_of(title: str, documents: Iterable[Mapping[str, Any]], columns: list[str]) -> Part:
-    """Return the table of these fields of documents."""
+    """Return a table with the fields `columns` of documents."""
     return title, columns, [[row[name] for name in columns] for row in documents]
 
 
 def facts_of(title: str, facts: Mapping[str, Any]) -> Part:
-    """Return the table of facts, without those that are missing."""
+    """Return a table of the facts that are not missing."""
     return title, ["", ""], [[name, value] for name, value in facts.items() if value not in (None, "", [])]
 
 
 def frame_of(title: str, frame: "pd.DataFrame") -> Part | None:
-    """Return the table of a frame, unless it is empty."""
+    """Return the table of a frame, or None if it is empty."""
     return (title, [*map(str, frame.columns)], [*frame.itertuples(index=False)]) if len(frame) else None
 
 
 def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
-    """Return the rows of a frame for a document."""
+    """Return the rows of a frame in JSON types."""
     return json.loads(frame.to_json(orient="records", date_format="iso"))
 
 
 def summary_of(result: "PairRun") -> Part:
-    """Return what a generation comes to, with one speed-up: measured, else estimated."""
+    """Return the summary table of a generation, with the measured or the estimated speed-up."""
     summary, generation = result.summary, result.generation
     facts = summary.model_dump(exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"})
     facts |= {"fork": summary.fork, "translation": generation.translation}
@@ -177,7 +177,7 @@ def complain(message: object) -> None:
 
 
 def warn_if_busy() -> None:
-    """Print a line on stderr where other processes are busy: times measured now decide nothing."""
+    """Print a line on stderr if other processes are busy, because times are then unreliable."""
     from specnb import doctor
 
     load = doctor.check_load()
@@ -189,12 +189,12 @@ def warn_if_busy() -> None:
 def judged() -> Iterator[None]:
     """Turn any error into exit code UNKNOWN, because 1 means that a draft is wrong.
 
-    A service may print; stdout is for the result.
+    What a service prints goes to stderr; stdout is for the result.
     """
     try:
         with redirect_stdout(sys.stderr):
             yield
-    except (Exception, SystemExit) as error:  # a script that is taken into service may end itself
+    except (Exception, SystemExit) as error:  # an imported service may exit
         expected = isinstance(error, SpecnbError)
         if not expected:
             traceback.print_exc()
@@ -203,9 +203,9 @@ def judged() -> Iterator[None]:
 
 
 def cell(value: Any) -> str:
-    """Return the text of a table's cell without markup: four digits of a number, minutes of a time.
+    """Return the text of a table cell without markup: four digits of a number, minutes of a time.
 
-    What is missing is "".
+    A missing value is "".
     """
     if isinstance(value, float | datetime) and value != value:  # NaN, and NaT of pandas
         value = None

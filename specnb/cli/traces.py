@@ -1,4 +1,4 @@
-"""`specnb divergence capture` and `compare`: record what a model computes, and compare two such traces."""
+"""`specnb divergence capture` and `compare`: record a model's computation; compare two traces."""
 
 import shlex
 from contextlib import closing
@@ -26,13 +26,13 @@ def capture(
 ) -> None:
     """Feed a text to a model in torch, and record the inputs and outputs of its modules.
 
-    The prompt is fed at once, then greedy tokens one by one, also after the end of a text. The run that is compared
-    with it must be fed the same: --tokens FOLDER of the first trace repeats its forward passes and rollbacks. `compare`
-    then finds where the two diverge, and whether that is rounding. A sound run for its --sound is the same model with
-    the same tokens in blocks (--width 5).
+    The prompt is fed at once, then greedy tokens one by one, even after an end-of-generation token.
+    The run to compare with must be fed the same tokens: --tokens FOLDER repeats the forward passes
+    and rollbacks of the first trace. `compare` then finds where the two diverge, and whether that
+    is rounding. For its --sound, capture the same model with the same tokens in blocks (--width 5).
 
-    The forward pass is that of transformers. A GGUF file is dequantized and opened in torch, too, which shows
-    transformers' code, not llama.cpp's.
+    The forward pass is that of transformers. A GGUF file is also dequantized and loaded in torch,
+    which shows transformers' code, not llama.cpp's.
     """
     if tokens and (prompt is not None or max_new_tokens is not None):
         raise InputError(f"--tokens {tokens} sets all tokens: leave out --prompt and --max-new-tokens")
@@ -89,7 +89,7 @@ def capture(
 
 
 def _next_commands(tokens: Path | None, out: Path) -> list[str]:
-    """Return the commands that make a comparison of the trace `out`, which was fed `tokens`."""
+    """Return the next commands for a comparison of the trace `out`, which was fed `tokens`."""
     if tokens and tokens.is_dir():
         commands = [("compare", tokens, out)]
     else:  # no other trace has the same tokens yet
@@ -98,7 +98,7 @@ def _next_commands(tokens: Path | None, out: Path) -> list[str]:
 
 
 def explain_torch(name: str) -> None:
-    """Print on stderr that a model with a llama.cpp name is opened in torch."""
+    """Print on stderr that a model with a llama.cpp name is loaded in torch."""
     from specnb.lm.files import parse
 
     if parse(name).backend == "llama":
@@ -112,9 +112,10 @@ def compare(
     rename: list[str] | None = None,
     as_json: Json = False,
 ) -> None:
-    """Find where two runs of one draft model diverge, from traces that `capture` wrote, on any machine.
+    """Find where two runs of one draft model diverge, from traces of `capture`, on any machine.
 
-    Exit code: 0 rounding only, 1 divergent, 125 inconclusive, or if a trace cannot be read; 2 for invalid options.
+    Exit code: 0 rounding only, 1 divergent, 125 inconclusive, or if a trace cannot be read; 2 for
+    invalid options.
     """
     import pandas as pd
 
@@ -122,10 +123,10 @@ def compare(
     from specnb.divergence.offline import compare_traces
     from specnb.divergence.trace import ModuleTrace, rename_all
 
-    renames = dict(word.rpartition("=")[::2] for word in rename or ())  # the last one: lookaheads hold some
+    renames = dict(word.rpartition("=")[::2] for word in rename or ())  # at the last "=": lookaheads contain some
     if "" in renames:
         raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to remove a prefix")
-    rename_all([""], renames)  # refuse an invalid expression before a trace is read
+    rename_all([""], renames)  # reject an invalid expression before reading traces
     with judged():
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
         both = map(ModuleTrace.load, (reference, candidate))

@@ -1,8 +1,9 @@
-"""Claims of published notes, judged by what a run measured.
+"""Claims of published notes, judged by the measurements of a run.
 
-`data/claims.toml` defines, for each notebook, values as expressions over the record of a run, and the claims that these
-values decide. A verdict follows from the position of a value's interval: inside the claimed range, outside of it, or
-across one of its ends. The record stores the verdicts; the gallery reads them from there.
+`data/claims.toml` defines, for each notebook, values as expressions over the record of a run, and
+the claims that these values decide. A verdict follows from the position of a value's interval:
+inside the claimed range, outside of it, or across one of its bounds. The record stores the
+verdicts; the gallery reads them from there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +33,7 @@ VERDICTS = {
 
 
 class Estimate(NamedTuple):
-    """A value with its interval, from `n` prompts (or passages, conversations); a sentence shows both."""
+    """A value with its interval, from `n` prompts, passages or conversations."""
 
     value: float
     low: float
@@ -45,7 +46,7 @@ class Estimate(NamedTuple):
         return cls(float(value), float(value), float(value), n)
 
     def __sub__(self, other: Self) -> "Estimate":
-        """Return the difference, with both values at the opposite ends of their intervals."""
+        """Return the difference; its bounds combine opposite bounds of the two intervals."""
         return Estimate(self.value - other.value, self.low - other.high, self.high - other.low, self.n)
 
     def __format__(self, spec: str) -> str:
@@ -61,11 +62,13 @@ FEW = "too few data"
 
 
 class Claim(NamedTuple):
-    """A claim and how it is judged: by a person (`judgement`), or by the interval of the named `value`.
+    """A claim and how it is judged: by a person (`judgement`), or by the interval of `value`.
 
-    It `holds` inside `claimed`, `fails` outside. Across an end, and from fewer than `needs` prompts, it is undecided.
-    So is a claim of which only a planted fault was judged (`planted`); a note gives the verdict for the planted fault.
-    `evidence` is true for every verdict; the `conclusion` for the computed verdict, if any, is added to it.
+    The verdict is `holds` if the interval lies inside `claimed`, and `fails` if it lies outside. It
+    is undecided if the interval crosses a bound or comes from fewer than `needs` prompts, and if
+    only a planted fault was judged (`planted`); a note then gives the verdict for the planted
+    fault. `evidence` is a text that is true for every verdict; the `conclusion` of the computed
+    verdict, if any, is appended.
     """
 
     claim: str
@@ -81,7 +84,7 @@ class Claim(NamedTuple):
     planted: bool = False
 
     def verdict(self, measured: Estimate | float | None) -> str:
-        """Return the verdict for a value of this claim; None stands for a run with another setup."""
+        """Return the verdict for a value of this claim; None means a run with another setup."""
         if measured is None:
             return "not testable here"
         _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
@@ -91,9 +94,10 @@ class Claim(NamedTuple):
         return self.holds if start <= low <= end else self.fails
 
     def judge(self, values: Values) -> dict[str, str]:
-        """Return the row of this claim; `note` marks a judgement, too few data, and the verdict for a planted fault.
+        """Return the row of this claim.
 
-        Raises KeyError for a value or a placeholder that is missing in `values`.
+        `note` marks a judgement, too few data, or the verdict for a planted fault. Raises KeyError
+        for a value or a placeholder that is missing in `values`.
         """
         verdict = self.judgement
         note = "judgement"
@@ -113,25 +117,28 @@ class Claim(NamedTuple):
 
 
 def claims_of(notebook: str) -> list[Claim]:
-    """Return the claims that a notebook judges, in order; none where it judges none."""
+    """Return the claims that a notebook judges, in order; empty if it judges none."""
     return [Claim(**claim) for claim in _read_claims().get(notebook, ())]
 
 
 def judge_claims(record: RunRecord, tables: Values | None = None) -> Markdown:
-    """Judge the claims of a run's notebook, save the verdicts with its record, and return their table.
+    """Judge the claims of a run's notebook, save the verdicts in its record, return their table.
 
-    `tables` are values that the expressions of the notebook use in addition to the record.
+    `tables` are values that the notebook's expressions use in addition to the record.
     """
     values = values_of(record, tables)
     rows = [claim.judge(values) for claim in claims_of(record.experiment)]
     record.measurements["claims"] = {"schema_version": 1, "rows": rows}
     save(record)
-    save_beside_figures(record, figures_dir(record))  # those were published before it held the claims
+    save_beside_figures(record, figures_dir(record))  # figures were published before it had claims
     return Markdown(tabulate_claims(rows))
 
 
 def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
-    """Return the claims as a Markdown table, with the meaning of each verdict and the number of claims without data."""
+    """Return the claims as a Markdown table, with the meaning of each verdict.
+
+    A line above the table counts the claims that are undecided for lack of data.
+    """
     few = sum(row["note"] == FEW for row in rows)
     lines = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     if few:
@@ -149,8 +156,9 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
 def values_of(record: RunRecord, tables: Values | None = None) -> Values:
     """Return the values of a run's notebook by name.
 
-    The expressions of `data/claims.toml` are evaluated in order, each with the names before it: the values of
-    `read_fixed`, `params`, the measurements of the record (tables as data frames, empty ones undefined), and `tables`.
+    The expressions of `data/claims.toml` are evaluated in order. Each may use the expressions
+    before it, the values of `read_fixed`, `params`, the measurements of the record (tables as data
+    frames; empty ones are undefined), and `tables`.
     """
     measured = {
         name: pd.DataFrame(value) if isinstance(value, list) and isinstance(value[0], dict) else value
@@ -162,9 +170,10 @@ def values_of(record: RunRecord, tables: Values | None = None) -> Values:
 
 
 def read_fixed() -> Values:
-    """Return the values that need no run: those of `data/claims.json`, and rows of the field report.
+    """Return the values that need no run: `data/claims.json`, and rows of the field report.
 
-    `code` and `prose` are rows of `report.compare_with_line` by K; `copy` is the run of the model as its own draft.
+    `code` and `prose` are rows of `report.compare_with_line` by K; `copy` is the run of the model
+    as its own draft model.
     """
     values = read_json(project_dir() / "data" / "claims.json")
     runs = report.read_runs()
@@ -178,7 +187,7 @@ def read_fixed() -> Values:
 def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values:
     """Return `names` and, by name, the value of each expression, which may use all names before it.
 
-    Expressions are those of Jinja; an unknown name raises UndefinedError.
+    Expressions are Jinja expressions; an unknown name raises UndefinedError.
 
     >>> evaluate({"share": "kept / drafted", "most": "share > 0.5"}, {"kept": 3, "drafted": 4})["most"]
     True
@@ -191,7 +200,7 @@ def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values
 
 
 def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Estimate:
-    """Return the `value` of a row with its columns low, high and n_prompts (else `n`); MISSING where it is NaN."""
+    """Return a row's `value` with its low, high and n_prompts (or `n`); MISSING if it is NaN."""
     if pd.isna(row[value]):
         return MISSING
     low, high = row[["low", "high"]].astype(float)  # a record has None for NaN
@@ -199,18 +208,18 @@ def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Es
 
 
 def share(part: int, whole: int) -> Estimate:
-    """Return a share of counts with Wilson's interval."""
+    """Return `part / whole` with its Wilson interval."""
     return Estimate(part / whole, *wilson(part / whole, whole, NORMAL), FEWEST)
 
 
 def ratio(numerators: pd.Series, denominators: pd.Series) -> Estimate:
-    """Return total over total, from columns of lists that are paired by prompt."""
+    """Return the ratio of two totals, from columns of lists that are paired by prompt."""
     pairs = [*zip(numerators.explode(), denominators.explode(), strict=True)]
     return Estimate(*interval(pairs, rate), len(pairs)) if pairs else MISSING
 
 
 def rate_change(last: pd.DataFrame, first: pd.DataFrame) -> Estimate:
-    """Return by how much a rate differs, from rows (accepted, drafted) that are paired by conversation."""
+    """Return the change of a rate, from rows (accepted, drafted) paired by conversation."""
     counts = pd.concat([last, first], axis=1)
     rows = counts[counts["drafted"].all(axis=1)].to_numpy().tolist()
     return Estimate(*interval(rows, _rate_difference, log=False), len(rows)) if rows else MISSING

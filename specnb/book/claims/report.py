@@ -1,4 +1,4 @@
-"""A cost model fitted to the speeds of a field report, and its experiment repeated here with small models.
+"""A cost model fitted to the speeds of a field report, and its experiment with small models.
 
 The report (`data/report`) used llama.cpp, Qwen2.5-Coder-32B and a draft model of 0.5B, on a server
 with 96 cores.
@@ -15,7 +15,7 @@ from specnb.book.style import COLORS, MARKERS, dress, series, template
 from specnb.io import project_dir, read_json
 
 LONGEST = 64
-"""The largest K that is considered as the fastest."""
+"""The largest candidate for the fastest K."""
 SHOWN = [
     "setting",
     "k",
@@ -40,8 +40,8 @@ SHOWN = [
 class RoundLine(NamedTuple):
     """Seconds of a round as a linear function of K.
 
-    `per_draft_s` is the cost of a draft step plus one more token in the target's forward pass: speeds
-    alone cannot separate the two.
+    `per_draft_s` is the cost of a draft step plus one more token in the target's forward pass;
+    speeds alone cannot separate the two.
     """
 
     base_s: float
@@ -55,7 +55,7 @@ class RoundLine(NamedTuple):
 def read_runs() -> pd.DataFrame:
     """Return one row per run of `data/report`, with acceptance_rate, tau, round_s and implied_c.
 
-    Rates are computed from counts where available. implied_c is the cost that a draft token adds to a
+    Rates are computed from counts if available. implied_c is the cost that a draft token adds to a
     round, in plain steps of the target.
     """
     folder = project_dir() / "data" / "report"
@@ -76,7 +76,7 @@ def fit_line(table: pd.DataFrame) -> RoundLine:
 
 
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
-    """Return the rows of `read_runs` with the predictions of the line; NaN for another drafter.
+    """Return the rows of `read_runs` with the line's predictions; NaN for another drafter.
 
     error is relative. alpha is the constant acceptance rate that gives a row's tau; best_k is the
     fastest K up to LONGEST for that alpha.
@@ -105,7 +105,7 @@ def _constant_alpha(k: int, tau: float) -> float:
 
 
 def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
-    """Draw the milliseconds of a round over K: published runs, the fitted line, and a plain step at K = 0."""
+    """Draw the ms of a round over K: published runs, the fitted line, a plain step at K = 0."""
     names = {"code": "code, with tokens/s", "prose": "prose, not fitted"}
     rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
     figure = px.scatter(
@@ -118,7 +118,7 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
         text=rows["tokens_per_s"].map("{:.2f}/s".format),
         template=template(),
     ).update_traces(marker_size=12, textposition="top left", cliponaxis=False)
-    figure.data[1].textposition = "bottom right"  # prose lies on code's marks
+    figure.data[1].textposition = "bottom right"  # markers of prose and code overlap
     ends = [0, rows["k"].max()]
     plain_ms = 1000 * rows["plain_s"].iloc[0]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
@@ -128,11 +128,11 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     return dress(figure, "round_cost")
 
 
-# --- the same in small ------------------------------------------------------------------------------------------------
+# --- the experiment with small models ---------------------------------------------------------
 
 
 def read_small() -> pd.DataFrame:
-    """Return the results of `tests/benchmarks/report_pair.py`: one row per setting and K (0: plain decoding).
+    """Return the results of tests/benchmarks/report_pair.py: one row per setting and K (0: plain).
 
     speedup and predicted, with their intervals, are over plain decoding in the same setting;
     over_fastest is over the fastest of all settings, which have the same weights.
@@ -145,7 +145,7 @@ def read_small() -> pd.DataFrame:
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
-    """Draw the speed-up over K by setting: live as marks, predicted as lines; and the report's runs on code."""
+    """Draw the speed-up over K by setting: markers live, lines predicted; add the report's code."""
     figure = go.Figure()
     for index, (setting, rows) in enumerate(table.query("k > 0").groupby("setting", sort=False)):
         figure.add_scatter(

@@ -1,1 +1,1 @@
-"""The explorer of notebook 09: sliders over a recorded trace, and figures that follow them at once."""
+"""The explorer of notebook 09: sliders over a recorded trace, and figures that update at once."""

@@ -1,6 +1,7 @@
-"""One page about a pair of models: compatibility, costs, acceptance rates, speed-ups, and the flags of other engines.
+"""One page about a pair of models: compatibility, costs, acceptance, speed-ups, and engine flags.
 
-The page is the explorer on the reader's own prompts, with the answers above it. It needs no network and no kernel.
+The page is the explorer on the user's own prompts, with the results above it. It needs no network
+and no kernel.
 """
 
 import shlex
@@ -33,13 +34,13 @@ FLAGS = {
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""The setting of K in each engine: {2} and {3} are files. llama.cpp has it since May 2026. vLLM takes repositories of
-the hub. transformers reads the number from the draft model alone."""
+"""How to set K in each engine; {2} and {3} are files. llama.cpp has the option since May 2026. vLLM
+takes Hub repositories. transformers reads the number from the draft model only."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
 
 class PairReport(NamedTuple):
-    """The findings about a pair: a JSON document, the page that shows them with the explorer, and the record.
+    """The results for a pair: a JSON document, the page that shows them, and the record.
 
     In the document, `predicted` is the best K by content and temperature, `live` the timings at
     K = `k`, and `costs` a sentence about the costs of a round, on which the predictions are based.
@@ -60,12 +61,12 @@ def examine(
     max_new_tokens: int = 64,
     progress: Progress = silent,
 ) -> PairReport:
-    """Compare the vocabularies, record the pair on prompts of `source`, predict the best K, and run that live.
+    """Compare the vocabularies, record the pair on prompts, predict the best K, and run it live.
 
-    `source` defaults to the shipped prompts. `contents` are names separated by commas; the default is
-    all of a file, or code, json and prose (json only with a chat template). The run is saved as one of
-    notebook 09. Raises InputError for a draft model whose text has to be translated into other tokens,
-    and the errors of `read.describe`, `load` and `generate`.
+    `source` defaults to the shipped prompts. `contents` are category names separated by commas; the
+    default is all categories of a file, or code, json and prose (json only with a chat template).
+    The run is saved as a run of notebook 09. Raises InputError for a draft model that needs
+    vocabulary translation, and the errors of `read.describe`, `load` and `generate`.
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
@@ -96,7 +97,7 @@ def examine(
             tables = Tables(run.trace)
             sweep = sweep_k(tables, run.curve, run.c)
             sweep = sweep[sweep["machine"] == THIS_MACHINE]
-            best = best_k(sweep).drop(columns="verdict")  # which would be over the target's own engine
+            best = best_k(sweep).drop(columns="verdict")  # it would be over the target's own engine
             k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
             (timed,) = time_pairs(
                 bench.target, [drafter], bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=progress
@@ -125,7 +126,7 @@ def examine(
 
 
 def flags_of(target: str, draft: str, k: int) -> dict[str, str]:
-    """Return the line of FLAGS for each engine, with names and files quoted for a shell."""
+    """Return the line of FLAGS for each engine, with names and files quoted for the shell."""
     files = [str(local_file(parse(name)) or name) for name in (target, draft)]
     words = [*map(shlex.quote, (target, draft, *files))]
     return {engine: line.format(*words, k=k) for engine, line in FLAGS.items()}

@@ -23,7 +23,7 @@ from specnb.store import run_id, save
 
 EXPERIMENT = "09_explorer"
 LIVE_PROMPTS = 3
-"""Prompts of one live run: each is generated plainly and with drafts."""
+"""Number of prompts in a live run; each runs with plain and with speculative decoding."""
 
 
 class Workbench:
@@ -51,10 +51,10 @@ class Workbench:
         return drafters
 
     def open_trace(self, progress: Progress = silent) -> TracedRun:
-        """Return the trace that `params.trace` asks for, with a record of this run, and save both.
+        """Return the trace that `params.trace` selects, with a record of this run, and save both.
 
-        If the trace is that of an earlier run, the record names it in `provenance["source"]`, and
-        `params` become those of the earlier run. Raises the errors of `stored`, `save`, `load` and
+        If the trace is from an earlier run, the record names that run in `provenance["source"]`,
+        and `params` become those of that run. Raises the errors of `stored`, `save`, `load` and
         `load_drafter`.
         """
         asked = self.params.model_dump(mode="json")
@@ -72,7 +72,7 @@ class Workbench:
             name = run_id(EXPERIMENT, asked)
             fields = {"experiment": EXPERIMENT, "run_id": name, "params": asked, "started": now, "ended": now}
             named = origin.model_dump(mode="json", include={*fields})
-            # the generations belong to the earlier run: no query counts them twice
+            # the generations belong to the earlier run; queries must not count them twice
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
             record = origin.model_copy(update=fields)
         run.trace.save(save(record) / TRACE)
@@ -85,9 +85,9 @@ class Workbench:
         return run._replace(record=record, origin=line)
 
     def record_trace(self, progress: Progress = silent) -> TracedRun:
-        """Time forward passes, generate every prompt plainly, and follow every drafter along the texts.
+        """Time forward passes, run plain decoding, and record every drafter along the texts.
 
-        The record's `measurements` have T(n), each drafter's c, and the baseline.
+        The record's `measurements` contain T(n), each drafter's c, and the baseline.
         """
         params = self.params
         study = Sweep(EXPERIMENT, params, self.chosen, self.target, self.drafters)
@@ -100,16 +100,16 @@ class Workbench:
         return TracedRun(study.record(), Trace(tuple(study.recordings)), curve, c)
 
     def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
-        """Generate prompts of the setting's content plainly and with drafts, interleaved, after a warm-up.
+        """Run prompts of the setting's content, plain and speculative interleaved, after a warm-up.
 
-        Returns the generations, for each prompt the plain and the drafted one, and whether the machine
-        was busy. Raises the errors of `load`, `load_drafter` and `generate`.
+        Returns the generations (for each prompt the plain, then the speculative one), and whether
+        the machine was busy. Raises the errors of `load`, `load_drafter` and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
-            if setting.policy == AUTO:  # with costs that are measured now
+            if setting.policy == AUTO:  # with newly measured costs
                 drafted = {"drafter": route_between(self.target, [drafter])}
             else:
                 drafted = {"drafter": drafter, "k": setting.controller(self.params.k_max)}

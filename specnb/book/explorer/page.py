@@ -1,8 +1,8 @@
 """The explorer as one HTML file, which replays a reduced trace without a kernel.
 
-`python -m specnb.book.explorer.page TRACE OUT` writes OUT: the page, or only the trace if OUT ends in
-`.json`, which readers can drop on a page. TRACE is the name of a shipped trace or the folder of a run
-of notebook 09.
+`python -m specnb.book.explorer.page TRACE OUT` writes the page to OUT or, if OUT ends in `.json`,
+only the trace, which readers can drop on a page. TRACE is the name of a shipped trace or the folder
+of a run of notebook 09.
 """
 
 import json
@@ -84,7 +84,7 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
 
 
 def _content(recording: Recording) -> Json:
-    """Return the fields that the recordings of all drafters along one text share."""
+    """Return the fields that the recordings of all drafters share for one text."""
     names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
     return {name: getattr(recording, name) for name in names} | {
         "pieces": [shown_text(piece, " ") for piece in recording.pieces],
@@ -96,7 +96,7 @@ def _recording(recording: Recording) -> Json:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
-        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # no round passes a 0
+        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # rounds end at a 0
     rows = {"p": recording.p_target, "q": recording.q_draft}
     return {
         "drafter": recording.drafter,
@@ -110,7 +110,7 @@ def _recording(recording: Recording) -> Json:
 
 
 def _played(tables: Tables) -> Iterator[Json]:
-    """Simulate the policies that no slider changes, for each choice of recordings."""
+    """Simulate the policies that depend on no slider, for each choice of recordings."""
     places = product(tables.drafters, tables.samplings, (ALL, *tables.contents))
     for drafter, (temperature, top_p), content in places:
         for policy in tables.policies(drafter):

@@ -1,7 +1,8 @@
-"""The numbers of the explorer, computed from a trace: exact counts once, then costs on top of them.
+"""The numbers of the explorer, computed from a trace: exact counts once, then costs for them.
 
-The counts of every recording at every K are one array, so a new cost curve is one matrix product. A
-policy with memory is simulated along its recordings. This module uses no widget and no model.
+The counts of every recording at every K form one array, so a new cost curve takes one matrix
+product. A policy with memory is simulated along its recordings. This module uses no widget and no
+model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,9 @@ ALL = "all"
 THIS_MACHINE = "machine of the trace, measured"
 CUSTOM = "custom"
 FREE = Cost.straight(CUSTOM, 1, 0)
-"""A machine on which draft tokens and wider forward passes take no time."""
+"""A machine on which draft tokens and wider forward passes take no extra time."""
 WALKS = 40
-"""Number of simulated recordings: at temperature > 0, few recordings are simulated several times."""
+"""Number of simulations: at temperature > 0, each of a few recordings is simulated repeatedly."""
 TRACE = "trace.parquet"
 """The file of the trace, in the folder of its run."""
 SHIPPED = "smollm2-135m"
@@ -39,10 +40,10 @@ SHIPPED = "smollm2-135m"
 
 
 class Setting(NamedTuple):
-    """The position of all controls. `k` is the draft length, or the maximum for a policy that stops earlier.
+    """The position of all controls. `k` is the draft length, or a policy's maximum.
 
-    It selects the recordings with its temperature and top_p; `speedup` and the page interpolate between
-    two temperatures.
+    A setting selects the recordings with its temperature and top_p; `speedup` and the page
+    interpolate between two temperatures.
     """
 
     drafter: str
@@ -54,7 +55,7 @@ class Setting(NamedTuple):
     top_p: float = 1.0
 
     def controller(self, k_max: int) -> Controller:
-        """Return a new controller of the policy; `k_max` is the maximum for a policy without the option K."""
+        """Return a new controller of the policy, with the maximum `k_max` if it ignores `k`."""
         policy = POLICIES[self.policy]
         return policy.make(self.machine, self.k if "k" in policy.depends else k_max)
 
@@ -62,8 +63,8 @@ class Setting(NamedTuple):
 class Tables:
     """A trace with its exact counts. Building it takes about a second for a thousand recordings.
 
-    Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens are
-    dropped, because they contain no decoding. Raises InputError if none is left.
+    Counts are arrays `(…, 3 k_max + 6)`: see `replay.split`. Recordings with fewer than two tokens
+    are dropped, because they contain no decoding. Raises InputError if none is left.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -92,7 +93,7 @@ class Tables:
         ]
 
     def policies(self, drafter: str) -> list[str]:
-        """Return the policies that can be replayed: the recordings have their K and the inputs they read."""
+        """Return the policies that can be replayed from the K and the inputs in the recordings."""
         recordings = [r for r in self.recordings if r.drafter == drafter]
         reads = any(r.beliefs or r.head_beliefs for r in recordings)
         copies = any(r.support for r in recordings)
@@ -104,12 +105,12 @@ class Tables:
         return fits + [AUTO] * (reads or copies)
 
     def sweep(self, setting: Setting) -> pd.DataFrame:
-        """Return one row per fixed K from 0, exactly, in the columns of `predict`."""
+        """Return one row per fixed K from 0, without simulation, in the columns of `predict`."""
         at = self.chosen(setting)
         return self._predicted(at, self.exact[at], setting.machine)
 
     def predict(self, setting: Setting, prompt_ids: Sequence[str] = ()) -> pd.Series:
-        """Return the prediction for the policy of a setting, on all or some prompts, as a row of `sweep`.
+        """Return the prediction for a setting's policy on all or some prompts: a row of `sweep`.
 
         Raises InputError if nothing was recorded.
         """
@@ -122,7 +123,7 @@ class Tables:
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def speedup(self, setting: Setting, prompt_ids: Sequence[str]) -> float:
-        """Return the speed-up of `predict`, interpolated between recorded temperatures as on the page (`mixed`).
+        """Return the speed-up of `predict`, interpolated between temperatures as on the page.
 
         NaN outside of the recorded temperatures. Raises InputError if nothing was recorded.
         """
@@ -133,8 +134,8 @@ class Tables:
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
         """Return index, counts and rounds of each recording that a setting selects.
 
-        Counts are exact for a fixed K, otherwise means over simulations; the rounds are those of the
-        first simulation. Raises InputError if nothing was recorded.
+        Counts are exact for a fixed K and otherwise means over simulations; the rounds are those of
+        the first simulation. Raises InputError if nothing was recorded.
         """
         at = self.chosen(setting)
         if not at:
@@ -142,7 +143,7 @@ class Tables:
         group = [self.recordings[i] for i in at]
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
-            # policies learn from one generation to the next, so each run begins anew
+            # policies learn from one generation to the next, so each simulation starts anew
             if setting.policy == AUTO:
                 costs = {setting.drafter: setting.machine}
                 runs.append([text.steps for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)])
@@ -158,9 +159,9 @@ class Tables:
         return [*zip(at, counts, runs[0], strict=True)]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
-        """Return totals over the prompts `at` of counts `(prompts, K, …)`, with the interval of `bench.ends`."""
+        """Return totals over the prompts `at` of counts `(prompts, K, …)`, with `bench.ends`."""
         n_tokens = self.n_tokens[[*at], None]
-        plain = n_tokens - 1.0  # the prefill gives the first token
+        plain = n_tokens - 1.0  # the prefill computes the first token
         seconds = self.seconds(counts, machine)
         value = plain.sum() / seconds.sum(0)
         low = high = value * np.nan
@@ -183,7 +184,7 @@ class Tables:
 
 
 class TracedRun(NamedTuple):
-    """A run with its trace, T(n) of its machine, and c of each drafter; `origin` describes the recording."""
+    """A run with its trace, its machine's T(n), and c of each drafter; `origin` describes it."""
 
     record: RunRecord
     trace: Trace
@@ -195,24 +196,24 @@ class TracedRun(NamedTuple):
 def stored(folder: str | Path) -> TracedRun:
     """Read a run of notebook 09 with its trace.
 
-    `folder` is the name of a shipped trace, or a folder (relative to the checkout). Raises InputError
-    for a folder without such a run.
+    `folder` is the name of a shipped trace, or a folder (relative to the checkout). Raises
+    InputError for a folder without such a run.
     """
     shipped = project_dir() / "data" / "traces" / folder
     folder = shipped if shipped.is_dir() else project_dir() / folder
     record = load_record(folder)
     if not {"verify_curve", "c"} <= record.measurements.keys():
-        raise InputError(f"{folder} is a run of {record.experiment}, which timed no forwards: give one of 09_explorer")
+        raise InputError(f"{folder} is a run of {record.experiment}, which has no cost curve: give a 09_explorer run")
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return TracedRun(record, Trace.load(folder / TRACE), curve, record.measurements["c"])
 
 
 def check_explorer(tables: Tables) -> pd.DataFrame:
-    """Check what holds on every machine and for every model; columns check, of, hold, ok."""
+    """Check facts that hold on every machine and for every model; columns check, of, hold, ok."""
     totals = split(tables.exact)[1]
     greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
-    over = rounds + accepted - tables.n_tokens[:, None]  # the last round has no token after its drafts, or one
+    over = rounds + accepted - tables.n_tokens[:, None]  # the last round adds no token of the target, or one
     costs = (1.1, 0.1), (4.0, 0.5)
     cheap, expensive = (tables.seconds(tables.exact, Cost.straight(CUSTOM, *cost)) for cost in costs)
     rows = [
@@ -226,10 +227,11 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
 
 
 def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
-    """Return one row per machine, drafter, content, temperature and fixed K, from 0 (plain decoding).
+    """Return one row per machine, drafter, content, temperature and fixed K from 0 (plain).
 
-    The machine of the trace comes first; settings with a top_p below 1 are left out. Columns: machine,
-    busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are predicted from T(1).
+    The machine of the trace comes first; settings with a top_p below 1 are omitted. Columns:
+    machine, busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are
+    predicted from T(1).
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]

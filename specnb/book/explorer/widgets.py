@@ -1,7 +1,7 @@
-"""Widgets: a plotly figure, and the explorer, which is `page.html` in a frame connected to the kernel.
+"""Widgets: a plotly figure, and the explorer, `page.html` in a frame connected to the kernel.
 
-It works in JupyterLab and under Voila. All controls belong to the page. It asks the kernel for
-policies whose rounds depend on a slider, one at a time, and for live runs.
+The explorer works in JupyterLab and under Voila. All controls belong to the page. It asks the
+kernel for policies whose rounds depend on a slider, one at a time, and for live runs.
 """
 
 import json
@@ -31,7 +31,7 @@ from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
 RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
-"""Maps a setting to generations (plain and drafted alternate) and to whether the machine was busy."""
+"""Maps a setting to alternating plain and drafted generations, and whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
@@ -44,7 +44,7 @@ class Explorer(anywidget.AnyWidget):
     function render({ model, el }) {
       const frame = document.createElement("iframe");
       const fitting = new ResizeObserver(([{ target }]) => { frame.style.height = `${target.offsetHeight}px`; });
-      const paint = () => { // in the theme of the page around it
+      const paint = () => { // in the theme of the surrounding page
         const bright = getComputedStyle(el).color.match(/\\d+/g).slice(0, 3).every((part) => part > 127);
         frame.contentDocument.documentElement.style.colorScheme = bright ? "dark" : "light";
       };
@@ -82,7 +82,7 @@ class Explorer(anywidget.AnyWidget):
         return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
-        """Return the widget and, for readers without a kernel, a figure of the first drafter's curves."""
+        """Return the widget and, for readers without a kernel, a figure of the first drafter."""
         sweep = computed.sweep_k(self._tables, self._run.curve, self._run.c)
         _, here = next(iter(sweep.groupby(["machine", "drafter", "temperature"], sort=False)))
         figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")
@@ -91,7 +91,7 @@ class Explorer(anywidget.AnyWidget):
         return widget | data, metadata
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
-        """Answer a message of the page: simulate a policy, or start a live run in a thread, one at a time."""
+        """Answer a message of the page: simulate a policy, or start a live run if none runs."""
         machine = message["setting"]["machine"]
         samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
         curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)
@@ -103,7 +103,7 @@ class Explorer(anywidget.AnyWidget):
             return
         try:
             answer = play(self._tables, setting)
-        except Exception as error:  # the traceback of a callback would only go to a log
+        except Exception as error:  # a callback's traceback would only go to a log
             answer = setting._asdict() | {"machine": None, "error": f"{type(error).__name__}: {error}"}
         self.send({"answer": answer | {"key": message["key"]}})
 
@@ -120,7 +120,7 @@ class Explorer(anywidget.AnyWidget):
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
     def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
-        """Return the speed of a live run as a point of the page, and a text with it and its prediction."""
+        """Return a live run's speed as a point on the page, and a sentence with its prediction."""
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
@@ -147,13 +147,13 @@ class Explorer(anywidget.AnyWidget):
 class Plot(anywidget.AnyWidget):
     """A plotly figure that fits the width and colors of its page; `update` replaces the figure.
 
-    It changes in the kernel and is drawn in the browser; nothing is sent back. The zoom survives
-    updates, but not a change of the width.
+    The kernel changes it and the browser draws it; nothing is sent back. The zoom survives updates,
+    but not a change of the width.
 
-    `plotly.graph_objects.FigureWidget` contains plotly.js in its own module (5 MB), and anywidget drops
-    all later changes of a widget whose module takes more than two seconds to start. Here the module is
-    a few lines; plotly.js is sent as text with the figure and runs once per page. It starts with a
-    delay, because it blocks the other widgets of the page for seconds on a busy machine.
+    `plotly.graph_objects.FigureWidget` contains plotly.js in its own module (5 MB), and anywidget
+    drops all later changes of a widget whose module takes more than two seconds to start. Here, the
+    module is a few lines; plotly.js is sent as text with the figure and runs once per page. It
+    starts with a delay, because on a busy machine it blocks the page's other widgets for seconds.
     """
 
     _esm = """
@@ -173,7 +173,7 @@ class Plot(anywidget.AnyWidget):
         Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
         return plotly.react(figure, now("_traces"), { ...themed(look), height, autosize: true }, CONFIG);
       };
-      const themed = (look) => { // letters of the page's colour on its ground, whatever theme it has
+      const themed = (look) => { // text in the page's color on its background, in any theme
         const color = getComputedStyle(el).color, ground = "rgba(0,0,0,0)", gridcolor = "rgba(128,128,128,.3)";
         const theme = look.template?.layout ?? {}, axis = { linecolor: color, tickcolor: color, gridcolor };
         const axes = { xaxis: { ...theme.xaxis, ...axis }, yaxis: { ...theme.yaxis, ...axis } };
@@ -184,7 +184,7 @@ class Plot(anywidget.AnyWidget):
       const fitting = new ResizeObserver(() => {
         if (figure.clientWidth === drawnWidth) return;
         drawnWidth = figure.clientWidth;
-        plotly.purge(figure); // else the margin of a legend in more lines stays
+        plotly.purge(figure); // otherwise the margin of a multi-line legend remains
         draw();
       });
       model.on("change:_traces", draw);
