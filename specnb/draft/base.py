@@ -30,7 +30,7 @@ register the function in `registry.DRAFTERS`. `tests/draft/test_conformance.py` 
         return Bigram(**options)
 
     # specnb/registry.py
-    DRAFTERS["bigram"] = "specnb.draft.bigram:bigram_drafter"
+    DRAFTERS = {..., "bigram": "specnb.draft.bigram:bigram_drafter"}
 
 `propose` may change the drafter's state, because a draft model processes its own draft tokens.
 `commit` then rewinds the state to the committed tokens.
@@ -83,7 +83,10 @@ class Picker(Protocol):
         ...
 
     def copies(self, support: int, k: int) -> int:
-        """Return how many of `k` copied tokens to propose after a match of `support` tokens."""
+        """Return how many of `k` copied tokens to propose after a match of `support` tokens.
+
+        A drafter that copies calls it, so that controllers and the router know the match length.
+        """
         ...
 
 

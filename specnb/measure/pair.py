@@ -247,4 +247,4 @@ def _explain_no_drafts(drafter: Drafter) -> str:
         drafters = [arm.drafter for arm in drafter.arms]
     if any(d.model or d.target for d in drafters):
         return "No tokens were drafted: on this machine drafting costs more than it can save."
-    return "Prompt lookup found nothing to copy in this text."
+    return f"No tokens were drafted: {drafter.name} found nothing to copy in this text."

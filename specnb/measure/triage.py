@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from specnb.measure.fork import TextFork
     from specnb.measure.pair import PairRun
 
-LOOKUP = "lookup("
-"""Prefix of the names of lookup drafters, for which low acceptance is not a fault."""
+LOOKUP = ("lookup(", "suffix(", "auto(")
+"""Prefixes of the names of drafters that copy from the text, for which low acceptance is not a fault."""
 NEAR_ZERO = 0.05
 """Acceptance rate that compatible drafters exceed: small, quantized or translated draft models have
 0.2 to 0.9."""

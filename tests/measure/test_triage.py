@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from specnb.chapters.rollback import ScriptedDrafter
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
+from specnb.draft.load import load_drafter
 from specnb.draft.lookup import LookupDrafter
+from specnb.draft.suffix import SuffixDrafter
 from specnb.lm.toy import cyclic, markov
 from specnb.measure.fork import TextFork
 from specnb.measure.triage import triage
@@ -50,8 +52,8 @@ def names(*generations, **options):
     return [finding.check for finding in triage(generations, vocab_size=SIZE, **options).suspicions]
 
 
-def as_lookup(generation):
-    return generation.model_copy(update={"drafter": LookupDrafter().name})
+def as_lookup(generation, drafter=None):
+    return generation.model_copy(update={"drafter": (drafter or LookupDrafter()).name})
 
 
 def wrong(ids):
@@ -91,7 +93,8 @@ def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate,
 def test_too_few_rounds_are_inconclusive_and_rare_matches_of_lookup_are_no_sign(target, truth):
     assert triage([planted(target, truth, unrelated, n=20)], vocab_size=SIZE).verdict == "inconclusive"
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
-    assert not names(as_lookup(planted(target, truth, unrelated)))
+    for drafter in (LookupDrafter(), SuffixDrafter(), load_drafter("auto", target).drafter):
+        assert not names(as_lookup(planted(target, truth, unrelated), drafter))
 
 
 def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
