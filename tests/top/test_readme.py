@@ -108,14 +108,20 @@ def test_a_result_equals_that_of_its_record(says, computed):
 # --- the table "What we found" of the README -------------------------------------------------------------------------
 
 
-def pays() -> str:
-    small = [live("smollm2-135m", *row) for row in (("edit", "lookup:3"), ("json", "lookup:3"))]
+def small() -> str:
+    lookup = [live("smollm2-135m", content, "lookup:3") for content in ("edit", "json")]
     auto = [live("smollm2-135m", content, "auto") for content in ("prose", "chat")]
-    large = [live(CODER, *row) for row in PAYING[CODER]]
     return (
-        "live speed over the faster of llama.cpp and PyTorch, 15 prompts each; SmolLM2-135M: prompt lookup on edits "
-        f"{small[0]}, on JSON {small[1]}; automatic choice on prose {auto[0]}, on chat {auto[1]}. Qwen2.5-Coder-1.5B: "
-        f"prompt lookup on edits {large[0]}; the 0.5B as draft model on JSON {large[1]}, on code {large[2]}"
+        "live, SmolLM2-135M, 15 prompts each, over the faster of llama.cpp and PyTorch: prompt lookup with K = 3 on "
+        f"edits {lookup[0]}, on JSON {lookup[1]}; automatic choice on prose {auto[0]}, on chat {auto[1]}"
+    )
+
+
+def large() -> str:
+    edits, json_, code = (live(CODER, *row) for row in PAYING[CODER])
+    return (
+        "live, Qwen2.5-Coder-1.5B, 15 prompts each, same baseline, K = 3: prompt lookup on edits "
+        f"{edits}; the 0.5B as draft model on JSON {json_}, on code {code}"
     )
 
 
@@ -140,9 +146,8 @@ def rolling() -> str:
 
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
-    counts = [f"{row['vocabulary']} {row['accepted']} of {row['drafted']}" for row in rows]
-    counts[0] = counts[0].replace("its own", "its own vocabulary")
-    return f"accepted draft tokens of one draft model: {', '.join(counts)}"
+    shares = [f"{row['vocabulary']} {row['accepted'] / row['drafted']:.0%}".replace("%", " %") for row in rows]
+    return f"share of draft tokens accepted, one draft model with several vocabularies: {', '.join(shares)}"
 
 
 def hybrid() -> str:
@@ -173,7 +178,7 @@ def lossless() -> str:
 
 
 @pytest.mark.parametrize(("question", "computed"), [
-    ("Is it faster", pays), ("Which K?", width), ("Should K follow", rolling), ("Must draft and target", vocabularies),
+    ("Is a 135M", small), ("Is a 1.5B", large), ("Which K?", width), ("Should K follow", rolling), ("Must draft and target", vocabularies),
     ("Can a recurrent state", hybrid), ("Do trained heads", heads), ("Nothing is accepted", lab),
     ("Is the output lossless", lossless),
 ])  # fmt: skip
