@@ -1,4 +1,4 @@
-"""`specnb attach` against a server of this process that has every fault, and times that are counted, not measured."""
+"""`specnb attach` against a server in this process, with planted faults and computed times."""
 
 import json
 import threading
@@ -19,11 +19,11 @@ from specnb.prompts import prompts
 
 CHOSEN = prompts("code", limit=5) + prompts("prose", limit=1)
 STEP_MS, TOKEN_MS = 10.0, 1.5
-"""Milliseconds of a target pass, and of each draft token in it."""
+"""Milliseconds per forward pass of the target, and per draft token in it."""
 
 
 class Fake:
-    """A server with a draft; `fault` names what is wrong with it."""
+    """A server that drafts; `fault` names its fault."""
 
     def __init__(self, engine="llamacpp", k=4, fault="", alpha=0.7, step_ms=STEP_MS, has_metrics=True):
         self.engine, self.k, self.fault, self.alpha, self.step_ms = engine, k, fault, alpha, step_ms
@@ -143,13 +143,13 @@ def run(fake, plain=None, **options):
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "vllm", "sglang"])
-def test_a_sound_server_gets_its_costs_its_best_k_and_no_finding(engine):
+def test_a_sound_server_gets_costs_a_best_k_and_no_findings(engine):
     plain = None if engine == "llamacpp" else Fake(engine, k=0)
     document = run(Fake(engine, has_metrics=engine != "sglang"), plain)
     judged = judge_replies(document)
     assert document["error"] == "" and document["engine"] == engine
     findings = [finding["check"] for finding in judged["findings"]]
-    assert findings == ([] if engine == "llamacpp" else ["K ignored"])  # these take K at their start only
+    assert findings == ([] if engine == "llamacpp" else ["K ignored"])  # these engines take K only at startup
     first = judged["contents"][0]
     assert first["content"] == "all" and first["n_prompts"] == 6 and 2 < first["tau"] < 3.5
     assert len(judged["contents"]) == 6 and 1 <= first["best_k"] <= 4
@@ -161,7 +161,7 @@ def test_a_sound_server_gets_its_costs_its_best_k_and_no_finding(engine):
     assert "Does speculation pay" in servers.draw_page(document | judged)
 
 
-def test_smaller_k_from_the_counts_of_one_run_agree_with_runs_of_these_k():
+def test_predictions_for_smaller_k_agree_with_runs_at_these_k():
     frame = pd.DataFrame(run(Fake(alpha=0.8), max_new_tokens=256)["runs"])
     table = sweep_log(servers.requests_of(frame), [Cost.straight("server", 1.1)], 4).set_index("k")
     live = frame[frame["way"] == "K = 2"]
@@ -179,7 +179,7 @@ def test_planted_faults_are_found_by_name(fault, check):
     assert [finding["check"] for finding in judge_replies(document)["findings"]] == [check]
 
 
-def test_without_plain_replies_or_counts_of_rounds_it_says_that_it_cannot_know():
+def test_missing_plain_replies_or_counts_give_no_verdict_or_no_best_k():
     judged = judge_replies(run(Fake(fault="K ignored")))
     assert judged["contents"][0]["verdict"] == "cannot know" and "--plain" in judged["line"]
     judged = judge_replies(run(Fake(has_metrics=False)))
@@ -190,14 +190,14 @@ def test_without_plain_replies_or_counts_of_rounds_it_says_that_it_cannot_know()
 @pytest.mark.parametrize(
     ("fault", "part"), [("stops", "timed out"), ("2 GB", "bytes"), ("another host", "307"), ("no JSON", "JSON")]
 )
-def test_a_server_that_fails_ends_the_run_and_loses_nothing(fault, part):
+def test_a_failing_server_ends_the_run_and_completed_replies_are_kept(fault, part):
     fake = Fake(fault=fault)
     document = run(fake)
     assert part in document["error"] and len(document["runs"]) == (11 if fault == "stops" else 0)
     assert not document["runs"] or judge_replies(document)["contents"]
 
 
-def test_what_is_no_server_is_one_error():
+def test_an_address_without_a_supported_server_is_an_error():
     with Fake(fault="redirect") as fake, pytest.raises(ServerError, match="302"):
         attach(params_of(fake.url), CHOSEN)
     with Fake(engine="mine") as fake, pytest.raises(ServerError, match="llamacpp, vllm, sglang"):
@@ -230,7 +230,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_what_changed_between_two_builds_is_named(kind, tmp_path):
+def test_the_change_between_two_builds_is_named(kind, tmp_path):
     old = run(Fake())
     new = json.loads(json.dumps(run(Fake(**CHANGES[kind]))))
     if kind == "arithmetic":

@@ -1,4 +1,4 @@
-"""Logs of other engines: their rounds say of every K what a replay of the whole run says, within known bounds."""
+"""Logs of other engines: their rounds predict every K as a replay does, within known bounds."""
 
 import json
 
@@ -21,7 +21,7 @@ RUNS = [
     for drafter, contents in ((COPY, ("code", "edit", "prose")), ("lookup(n=1..6,x4)", ("code", "edit")))
     for content in contents for temperature in (0.0, 1.0)
 ]  # fmt: skip
-"""Runs that were recorded whole, so that every K of them is known."""
+"""Complete recordings, so that the result of every K is known."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def trace():
 
 
 def decode(recording, k, rng) -> Request:
-    """The rounds of a live run with K drafts, as an engine would count them."""
+    """Return the rounds of a live run with K = `k`, as an engine would count them."""
     kept, drafted, at = [], [], 0
     while at < recording.n_tokens:
         drafted.append(min(k, recording.offered[at]))
@@ -41,7 +41,7 @@ def decode(recording, k, rng) -> Request:
 
 
 def steps(request, sparse=False):
-    """As vLLM writes it with `detailed`; AIPerf's histogram is sparse."""
+    """Return the counts as vLLM writes them with `detailed`; AIPerf's histogram is sparse."""
     histogram = np.bincount(request.accepted, minlength=max(request.drafted) + 1).tolist()
     counts = {"acceptance_histogram": histogram, "num_spec_tokens": max(request.drafted)}
     if sparse:
@@ -62,8 +62,8 @@ FORMATS = {
 
 @pytest.mark.parametrize(("drafter", "content", "temperature"), RUNS)
 @pytest.mark.parametrize("own", [4, 8])
-def test_a_log_advises_what_the_whole_run_would(trace, drafter, content, temperature, own):
-    """Tokens a round of every smaller K within 3 %; the K that is advised loses at most 3 % of the best of them."""
+def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(trace, drafter, content, temperature, own):
+    """Tokens per round of smaller K are within 3 %; the advised K costs at most 3 % of speed."""
     recordings = trace.select(drafter=drafter, category=content, temperature=temperature, top_p=1.0).recordings
     rng = np.random.default_rng(7)
     requests = [decode(recording, own, rng) for recording in recordings]
@@ -81,7 +81,7 @@ def test_a_log_advises_what_the_whole_run_would(trace, drafter, content, tempera
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
+def test_the_formats_of_engines_are_read_without_loss(trace, tmp_path, form):
     recordings = trace.select(drafter=COPY, category="code", temperature=0.0).recordings
     requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
     (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
@@ -93,7 +93,7 @@ def test_what_engines_write_is_read_as_it_was(trace, tmp_path, form):
 
 
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
-def test_published_logs_are_read_and_one_request_judges_nothing(file, tau, own):
+def test_published_logs_are_read_and_one_request_gives_no_verdict(file, tau, own):
     requests = read_log(LOGS / f"{file}.json")
     table = sweep_log(requests, [SERVER], 8)
     row = table.query("own").iloc[0]
@@ -101,7 +101,7 @@ def test_published_logs_are_read_and_one_request_judges_nothing(file, tau, own):
     assert advise(table)["verdict"] == "undecided"
 
 
-def test_more_drafts_than_were_made_are_bounded_and_never_advised():
+def test_k_above_the_logged_k_is_bounded_and_never_advised():
     requests = [Request((4, 4, 2, 4), (4,) * 4)] * 6
     table = sweep_log(requests, [SERVER], 8)
     taus = table.set_index("k")
@@ -126,7 +126,7 @@ LLAMA = (
     "0.06.896.015 I slot print_timing: id  1 | task 0 | draft acceptance = 0.64479 (  167 accepted /   259 generated), "
     "mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)\n"
 )
-"""Of llama.cpp #24536; the other lines and counters are of the same rounds where nothing else is said."""
+"""From llama.cpp #24536. Other lines and counters are of the same rounds unless stated."""
 LLAMA_NEWER = (
     "slot print_timing: id 1 | draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92\n"
     "slot print_timing: id 1 |      acc per pos = (0.805, 0.632, 0.483)\n"
@@ -155,11 +155,11 @@ LINES = {
         [70, 55, 42],
     ),
 }
-"""Texts, the rounds that they are of, and how many of these accepted at least 1, 2 and 3 draft tokens."""
+"""Texts, their rounds, and how many of these accepted at least 1, 2 and 3 draft tokens."""
 
 
 @pytest.mark.parametrize(("text", "rounds", "reached"), LINES.values(), ids=LINES)
-def test_the_counts_of_a_rounded_line_are_recovered(tmp_path, text, rounds, reached):
+def test_counts_are_recovered_from_rounded_rates(tmp_path, text, rounds, reached):
     (tmp_path / "log.txt").write_text(f"other lines\n{text}other lines\n")
     (request,) = read_log(tmp_path / "log.txt")
     assert len(request.accepted) == rounds and request.rounds in (None, (rounds, rounds))
@@ -169,10 +169,10 @@ def test_the_counts_of_a_rounded_line_are_recovered(tmp_path, text, rounds, reac
     assert sweep_log([request], [SERVER], 3).query("own")["tau"].item() == pytest.approx(table["tau"].iloc[-1])
 
 
-def test_lines_of_a_real_server_fit_its_token_counts():
+def test_lines_of_a_real_server_match_its_token_counts():
     requests = read_log(LOGS / "llama-server.log")
     assert [len(request.accepted) for request in requests] == [14, 12, 6, 8, 11]
-    # an answer has 48 tokens: the first comes from the prompt, and a round without drafts is not counted
+    # An answer has 48 tokens: the first is from prefill; rounds without drafts are not counted.
     assert all(46 <= request.n_tokens + 1 <= 48 for request in requests)
     assert [sum(request.drafted) for request in requests] == [99, 84, 41, 58, 87]
     assert requests[2].drafted.count(1) == 1 and requests[2].accepted == requests[2].drafted
@@ -180,7 +180,7 @@ def test_lines_of_a_real_server_fit_its_token_counts():
 
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("rounds", [7, 300, 30_000])
-def test_the_true_number_of_rounds_is_in_the_range_that_fits(tmp_path, k, rounds):
+def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds):
     rng = np.random.default_rng(rounds + k)
     accepted = rng.binomial(k, 0.6, rounds)
     reached = [int((accepted > n).sum()) for n in range(k)]
@@ -209,7 +209,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_faults_are_named_by_their_counts(fault):
+def test_faults_are_identified_from_counts(fault):
     expected = [fault] if fault else []
     assert [row["check"] for row in find_faults([FAULTS[fault]])] == expected
     assert [row["check"] for row in find_faults([FAULTS[fault]], k=4)] == ["K ignored", *expected]
@@ -244,11 +244,11 @@ ODD = {
     "a negative counter": (METRICS.replace("87.0", "-87"), ["-87"]),
     "counters of more acceptances than drafts": (METRICS.replace("87.0", "50"), ["50"]),
 }  # fmt: skip
-"""Logs that cannot be used, each with what its error names: the place, or the values."""
+"""Unusable logs, each with the places or values that its error must contain."""
 
 
 @pytest.mark.parametrize(("log", "named"), ODD.values(), ids=ODD)
-def test_an_odd_log_is_one_error_that_names_the_file_and_the_figures(tmp_path, log, named):
+def test_an_unusable_log_is_one_error_with_its_file_and_values(tmp_path, log, named):
     file = tmp_path / "log.json"
     file.write_text(log if isinstance(log, str) else json.dumps(log))
     with pytest.raises(InputError) as caught:
@@ -266,8 +266,8 @@ def test_the_text_of_an_answer_does_not_change_its_counts(tmp_path, text):
     assert read_log(tmp_path / "log.jsonl") == [Request((1, 0, 3), (3, 3, 3))] * 6
 
 
-def test_a_round_without_drafts_has_none_at_any_k():
-    """Of two requests one found nothing to draft: its rounds stay plain steps."""
+def test_a_round_without_drafts_is_a_plain_step_at_every_k():
+    """One of two requests found nothing to draft: its rounds remain plain steps."""
     requests = [Request((0, 0, 0), (0, 0, 0)), Request((2, 2, 2), (2, 2, 2))]
     taus = sweep_log(requests, [SERVER], 2).set_index("k")["tau"]
     assert taus[2] == pytest.approx(12 / 6) and taus[1] < taus[2]

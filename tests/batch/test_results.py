@@ -1,4 +1,4 @@
-"""Tables over runs: each number again from the generations."""
+"""Tables over runs: each number equals one computed from the generations."""
 
 import json
 from datetime import UTC, datetime
@@ -16,7 +16,7 @@ PROMPTS = {f"p{i}": [i, i + 1] for i in range(6)}
 
 
 def record(k: int) -> RunRecord:
-    """Return a run of six prompts, each plainly and with a lookup."""
+    """Return a run of six prompts, each decoded plainly and with prompt lookup."""
     model, generations = toy.markov(8, seed=1), []
     for prompt_id, ids in PROMPTS.items():
         for drafted in (0, k):
@@ -35,7 +35,7 @@ def results(tmp_path) -> Path:
     return tmp_path
 
 
-def test_an_overview_has_a_row_a_run_and_says_in_what_runs_differ(results):
+def test_an_overview_has_a_row_per_run_with_the_parameters_that_differ(results):
     table = overview(results)
     assert table["differs"].tolist() == ["k=2", "k=4"] and (table["generations"] == 12).all()
     assert table["tokens"].tolist() == [sum(len(g.token_ids) for g in record(k).generations) for k in (2, 4)]
@@ -48,7 +48,7 @@ def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
     opened = []
 
     class Bucket:
-        """A file system that lists keys as they are, which S3 does and local folders cannot."""
+        """A file system that lists raw keys, as S3 does and local folders cannot."""
 
         def get_file_info(self, selector):
             return [SimpleNamespace(path=f"runs/one/{key}") for key in (*odd, run, failed)]

@@ -1,4 +1,4 @@
-"""A grid of runs: none is lost where others fail, hang or are killed; a second call redoes nothing."""
+"""Sweeps: no run is lost if others fail, hang or are killed; a second call skips completed runs."""
 
 import json
 import os
@@ -60,13 +60,13 @@ def statuses(ended: list[Ended]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(57, marks=pytest.mark.slow)])
-def test_no_run_is_lost_where_one_fails_one_hangs_and_one_kernel_dies(chosen, tmp_path, seeds):
+def test_no_run_is_lost_if_one_fails_one_hangs_and_one_kernel_dies(chosen, tmp_path, seeds):
     grid = chosen(seed=list(range(seeds))) + chosen(end=["error", "crash"]) + chosen(end=["late"], limit_s=25)
     ended = list(run_sweep(grid, workers=3))
     assert Counter(run.run_id for run in ended) == Counter(job.run_id for job in grid)
     assert statuses(ended) == {end: {status} for end, status in STATUS.items()}
     assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, "a dead kernel is begun again"
-    for run in ended:  # the record was saved before the trouble
+    for run in ended:  # the record was saved before the failure
         assert store.load_record(Path(run.folder)).params["seed"] == run.params.get("seed", 0)
         outcome = json.loads((Path(run.folder) / "outcome.json").read_text())
         assert outcome["run_id"] == run.run_id and (outcome["status"] == "completed") == run.ok
@@ -74,7 +74,7 @@ def test_no_run_is_lost_where_one_fails_one_hangs_and_one_kernel_dies(chosen, tm
     assert {run.status for run in again} == {"skipped"}
 
 
-def test_an_interrupted_sweep_ends_what_runs_and_goes_on_from_there(chosen, notebook):
+def test_an_interrupted_sweep_stops_its_processes_and_can_be_resumed(chosen, notebook):
     grid = chosen(seed=[0]) + chosen(seed=[1, 2], end=["waits"], limit_s=None)
     half = run_sweep(grid, workers=2)
     first = next(half)
@@ -84,7 +84,7 @@ def test_an_interrupted_sweep_ends_what_runs_and_goes_on_from_there(chosen, note
     assert Counter(run.status for run in run_sweep(grid, workers=2)) == {"skipped": 1, "completed": 2}
 
 
-def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen, notebook, specnb):
+def test_unusable_results_and_resources_are_refused_in_one_line(chosen, notebook, specnb):
     with pytest.raises(InputError, match="nowhere://bucket"):
         list(run_sweep(chosen("nowhere://bucket")))
     for words in (["--resource", "GPU"], ["-p", "seed", "[]"], ["--results", "nowhere://bucket"]):
@@ -92,8 +92,8 @@ def test_results_and_resources_that_cannot_be_used_are_refused_in_a_line(chosen,
         assert code == 2 and words[1] in error and error.count("\n") == 1
 
 
-@pytest.mark.slow  # a kernel that dies and a run that hangs are tested daily
-def test_a_killed_dask_worker_costs_no_run(chosen):
+@pytest.mark.slow  # the default tests cover dying kernels and hanging runs
+def test_no_run_is_lost_if_a_dask_worker_is_killed(chosen):
     distributed = pytest.importorskip("distributed")
     grid = chosen(seed=[0, 1, 2], pause=[6.0], limit_s=60)
     options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
@@ -172,7 +172,7 @@ def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path)
      ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
      (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
 )  # fmt: skip
-def test_a_batch_that_cannot_be_run_is_refused_before_anything_runs(tmp_path, text, value):
+def test_an_invalid_batch_is_refused_before_anything_runs(tmp_path, text, value):
     file = tmp_path / "batch.yaml"
     file.write_text(text)
     with pytest.raises(InputError, match=value):

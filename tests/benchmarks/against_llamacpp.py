@@ -1,11 +1,12 @@
-"""Tokens a second beside llama.cpp's own speculation: its server, in this process, on the same files, K and prompts.
+"""Tokens per second against llama.cpp's own speculation, with the same files, K and prompts.
 
     .venv/bin/pip install xllamacpp
     .venv/bin/python -m tests.benchmarks.against_llamacpp
 
-The target is SmolLM2-135M in float16, the draft model its 4-bit copy; copying is upstream's `ngram-simple` against
-`lookup`, both behind matches of three tokens. Greedy, whole calls, methods in turn on each prompt; two threads each,
-upstream as its defaults have it. Takes ten minutes on two cores.
+Upstream's server runs in this process. The target is SmolLM2-135M in float16, the draft model its
+4-bit quantized copy; copying is upstream's `ngram-simple` against `lookup`, both after matches of
+three tokens. Greedy, whole calls, methods in turn on each prompt; two threads each, otherwise
+upstream's defaults. Takes ten minutes on two cores.
 """
 
 from functools import partial
@@ -24,12 +25,12 @@ from tests.benchmarks.record import write_record
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
 CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 8, 4, 64, 1024
 MATCH = 3
-"""Tokens that ngram-simple looks for: its default, 12, finds next to nothing here."""
+"""Tokens that ngram-simple matches; its default, 12, finds almost nothing here."""
 RECORD = Path(__file__).with_suffix(".json")
 
 
 def serve(kind: str = "NONE") -> Method:
-    """Open a server of upstream's that drafts so; what it writes ends with the end of text."""
+    """Open an upstream server with this drafter; return a function that completes a prompt."""
     params = upstream.CommonParams()
     params.model.path = str(prepare(parse(TARGET)))
     params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
@@ -51,7 +52,7 @@ def serve(kind: str = "NONE") -> Method:
 
 
 def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.DataFrame:
-    """Return a row a kind: both rates, each over upstream's plain, and `speedup`, ours over upstream's."""
+    """Return a row per kind: rates, their ratios to upstream's plain, and ours over upstream's."""
     over_plain = tabulate_speeds(runs, baseline=pairs["plain"][0]).set_index("method")
     rows = []
     for kind, (theirs, ours) in pairs.items():

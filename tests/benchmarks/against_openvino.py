@@ -1,11 +1,12 @@
-"""Tokens a second next to OpenVINO GenAI on the same 4-bit GGUF file and prompts: plain, and prompt lookup.
+"""Tokens per second against OpenVINO GenAI on the same 4-bit GGUF file: plain and prompt lookup.
 
     pip install openvino-genai
     python -m tests.benchmarks.against_openvino qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 
-Ours is the torch engine in int4, OpenVINO's is `LLMPipeline(file, "CPU", prompt_lookup=True)`. Greedy, methods in turn
-on each prompt. A speed is (tokens - 1) over the seconds after the first token: OpenVINO's own metrics, our `decode_s`.
-`identical` counts lookup texts that equal the same engine's plain text.
+Ours is the torch engine in int4, OpenVINO's is `LLMPipeline(file, "CPU", prompt_lookup=True)`.
+Greedy, methods in turn on each prompt. A speed is (tokens - 1) over the seconds after the first
+token, from OpenVINO's own metrics and our `decode_s`. `identical` counts lookup texts that equal
+the same engine's plain text.
 """
 
 from collections import defaultdict
@@ -29,7 +30,7 @@ CONTENTS, KS = ("code", "edit", "json"), (3, 7)
 
 
 class Run(NamedTuple):
-    """What a method wrote, and how fast after the first token."""
+    """The tokens of a text, their number and seconds after the first one."""
 
     token_ids: tuple[int, ...]
     n_decoded: int
@@ -67,7 +68,7 @@ def in_turn(methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence
 
 
 def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, object]]:
-    """Return a row a method: its rate, and the ratio to OpenVINO's plain decoding or its fastest lookup."""
+    """Return a row per method: its rate, and the ratio to OpenVINO's plain or fastest lookup."""
     pairs = {name: np.array([(run.n_decoded, run.decode_s) for run in of]) for name, of in runs.items()}
     fastest = max((f"openvino lookup K={k}" for k in KS), key=lambda name: rate(pairs[name]))
     rows = []

@@ -1,10 +1,10 @@
-"""Tokens a second beside transformers' `generate`: same weights, dtype, prompts, threads, in one process.
+"""Tokens per second against transformers' `generate`: same weights, dtype, prompts and threads.
 
     python -m tests.benchmarks.against_transformers --dtype bfloat16
 
-Methods run interleaved on every prompt; `speedup` is over transformers' plain `generate`, with an interval
-over prompts; wall time contains the prefill. Takes 8 minutes on two cores in bfloat16, 15 in float32. The record of
-another type than float32 has its name.
+Methods run interleaved on every prompt, in one process. `speedup` is over transformers' plain
+`generate`, with an interval over prompts; wall time includes prefill. Takes 8 minutes on two cores
+in bfloat16, 15 in float32. For other types than float32, the record's name ends with the type.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ PLAIN, K, TOKENS = "transformers generate", 8, 48
 
 
 def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
-    """Prompt -> Generation of this package, or ids that transformers generated."""
+    """Return functions from a prompt to our Generation or transformers' token ids, by name."""
     gguf = zoo_file("smollm2-135m")
     model = load(f"smollm2-135m?backend=hf&dtype={dtype}")
     other = AutoModelForCausalLM.from_pretrained(dequantize_once(gguf), dtype=getattr(torch, dtype)).eval()

@@ -1,9 +1,10 @@
-"""Speed next to busy processes over free speed, in both engines, alternating on each prompt.
+"""Decoding speed next to busy processes over that without them, in both engines, alternating.
 
     python -m tests.benchmarks.busy_neighbour
 
-Threads follow the free cores by default; `--threads N` fixes their number. With `GOMP_SPINCOUNT=300000` (the default
-of libgomp) in the environment, waiting threads spin for longer; with `OMP_WAIT_POLICY=passive` they do not spin.
+By default, the number of threads follows the free cores; `--threads N` fixes it. With
+`GOMP_SPINCOUNT=300000` (the default of libgomp) in the environment, waiting threads spin for
+longer; with `OMP_WAIT_POLICY=passive` they do not spin.
 """
 
 import os
@@ -32,7 +33,7 @@ def speeds(target: LanguageModel, n_busy: int, n_prompts: int) -> dict[str, list
             running = [subprocess.Popen([sys.executable, "-c", SPIN]) for _ in range(n)]
             for name, drafter in DRAFTERS.items():
                 options = {"drafter": drafter, "max_new_tokens": 48}
-                generate(target, prompt, **options)  # uncounted: the threads find their number
+                generate(target, prompt, **options)  # not counted: the number of threads adapts
                 time.sleep(LOOK_S)
                 neighbours = Neighbours()
                 done = generate(target, prompt, **options)

@@ -1,10 +1,11 @@
-"""T(n) of the engines over the same weights: milliseconds of a forward pass over n tokens after 256, interleaved.
+"""T(n) of each engine on the same weights: milliseconds of a forward pass over n tokens after 256.
 
     python -m tests.benchmarks.engines
     python -m tests.benchmarks.engines --targets qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --types int4
 
-Ratios are over T(1) of llama.cpp at its fastest (exact=false) on the same file. `same_bits_up_to` says up to how many
-tokens a forward pass gives each the bits of a single step. Takes two minutes on two cores.
+Engines run interleaved. Ratios are over T(1) of llama.cpp at its fastest (exact=false) on the same
+file. `same_bits_up_to` is the largest number of tokens for which a forward pass is bit-identical to
+single steps. Takes two minutes on two cores.
 """
 
 from pathlib import Path
@@ -23,13 +24,13 @@ REFERENCE = "llama.cpp, fastest"
 
 
 def names(target: str, types: list[str]) -> dict[str, str]:
-    """Label -> model."""
+    """Return model names by label."""
     of_torch = {f"torch {dtype}": f"{target}?backend=hf&dtype={dtype}" for dtype in types}
     return {REFERENCE: f"{target}?exact=false", "llama.cpp, default": target, **of_torch}
 
 
 def times(models: dict[str, LanguageModel], repeats: int) -> dict[tuple[str, int], list[float]]:
-    """Milliseconds of each forward pass, the models in turn; the first pass after a change of model is not counted."""
+    """Return milliseconds of passes, models in turn, without the first after a change of model."""
     taken: dict[tuple[str, int], list[float]] = {}
     for model in models.values():
         model.forward(probe_ids(model.vocab.size, PAST), 0)

@@ -1,10 +1,10 @@
-"""How far each engine's logits are from those of the file's own weights in float32: mean and median KL divergence.
+"""Mean and median KL divergence of each engine from the file's own weights in float32.
 
     python -m tests.benchmarks.faithful --target smollm2-135m
     python -m tests.benchmarks.faithful --target qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --tokens 2048
 
-The reference dequantizes the file to float32, in torch. Texts are held out: passages of code and prose that no model
-here was trained on by us, and the prompts of the package. KL is in nats a token, KL(reference || engine).
+The reference dequantizes the file to float32, in torch. Texts are held-out passages of code and
+prose, on which we trained no model. KL is KL(reference || engine), in nats per token.
 """
 
 import json
@@ -21,7 +21,7 @@ from specnb.lm.base import LanguageModel
 from tests.benchmarks.record import add_rows, arguments
 
 WINDOW, PIECE = 256, 32
-"""Tokens of a text, which starts from an empty state, and of a forward pass."""
+"""Tokens per text, which starts from an empty state, and per forward pass."""
 
 
 def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
@@ -32,7 +32,7 @@ def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
     wanted = -(-n_tokens // WINDOW)
     if wanted > len(long):
         raise SystemExit(f"the held-out text has {len(long)} passages of {WINDOW} tokens, {wanted} are asked for")
-    return long[:: len(long) // wanted][:wanted]  # code and prose: the file has one after the other
+    return long[:: len(long) // wanted][:wanted]  # both code and prose, which follow each other in the file
 
 
 def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:

@@ -4,10 +4,11 @@
     python -m tests.benchmarks.forks --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra --tokens 7000 \
         --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
 
-`--tokens` speculative tokens for each model and number of threads: lookup and a draft model with K = 1 to 16 in turn,
-and with `--heads` chains of 1 to 4 tokens and trees of 1 to 16 nodes. Every other prompt is lengthened beyond 512
-tokens. A round of K draft tokens is a forward pass over K + 1 tokens: up to `same_bits_up_to` tokens no text may
-diverge. 2,000 tokens take about two minutes on two cores.
+Generates `--tokens` speculative tokens for each model and number of threads: prompt lookup and a
+draft model with K = 1 to 16 in turn, and with `--heads` chains of 1 to 4 tokens and trees of 1 to
+16 nodes. Every other prompt is lengthened beyond 512 tokens. A round of K draft tokens is a forward
+pass over K + 1 tokens: if these are at most `same_bits_up_to`, no text may diverge. 2,000 tokens
+take about two minutes on two cores.
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ LONG, WIDEST_K, NEW_TOKENS = 520, 16, 64
 
 
 def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
-    """Prompts without end, in turn as they are and lengthened by those that follow."""
+    """Yield prompts endlessly, alternately as they are and lengthened by those that follow."""
     every = cycle([prompt_ids(model, prompt) for prompt in prompts()])
     for short in every:
         yield short
@@ -39,7 +40,7 @@ def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
 
 
 def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: int) -> Iterator[dict[str, Any]]:
-    """Compare one speculative text after the other with the plain one; `fork` is the first token that differs."""
+    """Compare speculative texts with plain ones; `fork`: index of the first different token."""
     drafters, done = [LookupDrafter(), ModelDrafter(draft)], 0
     if heads:
         drafters += [load_drafter(heads, model, tree=tree).drafter for tree in ("chain", WIDEST_K)]

@@ -1,13 +1,14 @@
-"""Does speculation pay over the fastest plain decoding of the same file? Live, interleaved with both plain decodings.
+"""Does speculation pay over the fastest plain decoding of the same file? Measured live.
 
     python -m tests.benchmarks.over_fastest
     python -m tests.benchmarks.over_fastest --target …/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf \\
         --plan edit=lookup:3,lookup:7 json=DRAFT:3 code=DRAFT:3 --draft …/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 
-Both engines open the same 4-bit file; drafters run with the torch int4 target, greedy. Each prompt is run by every
-method in turn. Speeds are tokens a second after prefill; an answer ends, in all of them, where it begins to loop
-(`Generation.loop_start`). `speedup` is over plain decoding in torch int4, `over_fastest` over the faster of both plain
-decodings on that content. Prompts are the package's, and `more_prompts.jsonl`.
+Both engines open the same 4-bit file; drafters run with the torch int4 target, greedy. Every
+method, including both plain decodings, runs each prompt in turn. Speeds are tokens per second after
+prefill; answers end where they begin to loop (`Generation.loop_start`). `speedup` is over plain
+decoding in torch int4, `over_fastest` over the faster plain decoding on that content. Prompts are
+the package's, and those of `more_prompts.jsonl`.
 """
 
 from collections import defaultdict
@@ -38,7 +39,7 @@ PLAN = [
 
 
 def speed_rows(runs: list[Timed], content: str) -> list[dict[str, object]]:
-    """Return a row a method: its rate and both ratios, with 95 % intervals over prompts."""
+    """Return a row per method: its rate and both ratios, with 95 % intervals over prompts."""
     every = defaultdict(dict)
     for run in runs:
         every[run.method][run.prompt] = run.generation

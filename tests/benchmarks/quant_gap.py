@@ -1,9 +1,9 @@
-"""Does a copy of fewer bits pay as the drafter of its own model, both in llama.cpp?
+"""Does a copy with fewer bits pay as the draft model of its own model, both in llama.cpp?
 
 .venv/bin/python -m tests.benchmarks.quant_gap
 
-For each pair: bytes of both files, T(1) of the target, c, T(5)/T(1), and each K live against plain decoding of the same
-weights in turn, with the accepted share that it has and the one that it would need.
+For each pair: bytes of both files, T(1) of the target, c, T(5)/T(1), and each K live, interleaved
+with plain decoding of the same weights, with its acceptance rate and the rate it would need to pay.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their arguments, their prompts, and the records they write."""
+"""Shared by the benchmarks: arguments, prompts, and the records that they write."""
 
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter

@@ -1,10 +1,11 @@
-"""The report's experiment in small: Qwen2.5-Coder-1.5B with the 0.5B as its draft model, on code, greedily.
+"""A small version of the report's experiment: Qwen2.5-Coder-1.5B, the 0.5B as draft model, greedy.
 
 .venv/bin/python -m tests.benchmarks.report_pair [SETTING ...]
 
-In 4 bits, with the target in 16 bits, and across engines. Plain decoding and every K run live, in turn; K is also
-predicted from one pass of the draft model along the plain text and from T(n) and c. What a round is predicted to cost
-and what it took are both without the prompt. Fetches 1.6 GB from a hub, and wants 16 GB of memory.
+Runs on code, in 4 bits, with the target in 16 bits, and across engines. Plain decoding and every K
+run live, in turn. The speed of each K is also predicted from one pass of the draft model along the
+plain text, T(n) and c. Measured and predicted times exclude the prompt. Downloads 1.6 GB and needs
+16 GB of memory.
 """
 
 import argparse
@@ -30,7 +31,7 @@ RECORD = project_dir() / "data" / "report" / "small.json"
 
 
 def measure(target: str, draft: str) -> pd.DataFrame:
-    """Sweep a pair as notebook 01 does; a row for each K, 0 being plain decoding in the same engine."""
+    """Sweep a pair as notebook 01 does; return a row per K (0: plain, in the same engine)."""
     params = KSweepParams.checked(
         target=target, backend="", dtype="", drafter=draft, replayed=[], ks=[*KS], k_max=max(KS), temperatures=[0.0],
         categories=["code"], prompts_per_category=N_PROMPTS, pack_prompts=0, live_prompts=N_PROMPTS,
@@ -44,7 +45,7 @@ def measure(target: str, draft: str) -> pd.DataFrame:
     )
     rows = live[["tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "identical", "n_prompts"]]
     for name, table in (("speedup", live), ("predicted", replayed)):
-        ends = table[["speedup", "low", "high"]] / share  # they are over the fastest engine's
+        ends = table[["speedup", "low", "high"]] / share  # from over the fastest engine to over the same engine
         rows = rows.join(ends.set_axis([name, f"{name}_low", f"{name}_high"], axis=1))
     loops = pd.Series([g.k for g in record.generations if g.loops]).value_counts()
     return rows.join(replayed["tau"].rename("tau_replayed")).assign(

@@ -1,11 +1,12 @@
-"""`specnb attach` and the log reader against llama.cpp's own server, on the default model with its 4-bit copy as draft.
+"""`specnb attach` and the log reader against llama.cpp's own server.
 
     pip install xllamacpp
     python -m tests.benchmarks.your_server [PROMPTS_PER_CONTENT TOKENS THREADS]
 
-Runs the server in this process with K = 8 and plainly; data/servers/xllamacpp.json is what `attach` measures, which
-notebook 10 shows. Then it runs K = 1 to 7, and writes tokens per round and speed of each next to those computed from
-K = 8 alone. Half an hour on two cores.
+Runs the server in this process, on the default model with its 4-bit copy as draft model, at K = 8
+and plainly, and writes the measurements of `attach` to data/servers/xllamacpp.json, which notebook
+10 shows. Then runs K = 1 to 7, and writes the tokens per round and speed of each next to those
+computed from K = 8 alone. Takes half an hour on two cores.
 """
 
 import json
@@ -58,7 +59,7 @@ def serve(k: int, threads: int, verbosity: int = 0) -> Iterator[str]:
 
 
 def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
-    """Return a row for each content, temperature and K: measured tau and speed, and those computed from K = 8."""
+    """Return tau and speed, measured and computed from K = 8, per content, temperature and K."""
     runs = pd.concat([pd.DataFrame(document["runs"]).assign(k=k) for k, document in documents.items()])
     runs.loc[runs["way"] == servers.PLAIN, "k"] = 0
     step_s, token_s = servers.fit_times(pd.DataFrame(documents[K]["runs"]))

@@ -1,8 +1,8 @@
-"""What a committed notebook must be, so that its stored outputs are true, small, portable and checked.
+"""Checks that the stored outputs of a committed notebook are current, small, portable and compared.
 
-nbval passes vacuously where a cell has no execution count; widget state makes a notebook five megabytes; a path of
-the author's machine is nobody else's. `problems` finds these, `normalise` removes what tools leave in a notebook:
-`python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
+nbval compares nothing if a cell has no execution count; widget state takes megabytes; a path of the
+author's machine exists nowhere else. `problems` reports these, and `normalise` removes what tools
+add to a notebook: `python -m tests.book.hygiene notebooks/01_k_sweep.ipynb`.
 """
 
 import json
@@ -33,17 +33,17 @@ ABSOLUTE = re.compile(
 
 
 def problems(path: Path) -> list[str]:
-    """Return what is wrong with the notebook at `path`; empty when it is clean. Cells are counted from 0."""
+    """Return the problems of a notebook, none if it is clean. Cells are counted from 0."""
     nb = nbformat.v4.reads_json(path.read_text(encoding="utf-8"))
     nbformat.validate(nb)
     return [*_notebook(path, nb), *_cells(nb), *_parameters(path, nb)]
 
 
 def normalise(path: Path) -> None:
-    """Rewrite the notebook without what tools leave in it.
+    """Rewrite the notebook without what tools add to it.
 
-    Outputs, execution counts, ids and tags stay, but for widgets, and for what progress bars wrote to stderr in cells
-    whose output is not compared.
+    Outputs, execution counts, ids and tags are kept, except for widgets and, in cells whose output
+    is not compared, stderr (progress bars).
     """
     nb = nbformat.read(path, 4)
     for key in LEFTOVERS:
@@ -52,13 +52,13 @@ def normalise(path: Path) -> None:
     for cell in nb.cells:
         for key in CELL_LEFTOVERS:
             cell.metadata.pop(key, None)
-        CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)  # also of what progress bars overwrote
+        CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)  # also drops what progress bars overwrote
         if not cell.metadata.get("tags", True):
-            del cell.metadata["tags"]  # papermill gives every cell an empty list
+            del cell.metadata["tags"]  # papermill adds an empty list to every cell
         if UNCHECKED in _tags(cell):
             cell.outputs = [output for output in cell.outputs if output.get("name") != "stderr"]
         for output in cell.get("outputs", []):
-            # without widget state, which is never stored, a viewer would say "model not found" in its place
+            # Widget state is never stored, and without it a viewer shows "model not found".
             output.get("data", {}).pop(WIDGET_VIEW, None)
     write_atomic(path, (nbformat.writes(nb).rstrip("\n") + "\n").encode())
 
@@ -103,7 +103,7 @@ def _cells(nb: NotebookNode) -> Iterator[str]:
 
 
 def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
-    """The cell and the class agree."""
+    """Yield the differences between the parameters cell and its class."""
     cells = [cell for cell in nb.cells if "parameters" in _tags(cell)]
     kind = getattr(params, nb.metadata.get("specnb", {}).get("params", ""), None)
     if len(cells) != 1 or kind is None:
@@ -121,7 +121,7 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
 
 
 def _size(value: object) -> str:
-    """As the comment shows it: all for an empty list, the number of names, else the value."""
+    """Return a size as the comment shows it: a number of names ("all" if empty), or the value."""
     names = isinstance(value, list) and all(isinstance(name, str) for name in value)
     return f"{len(value) or 'all'}" if names else str(value)
 
@@ -131,7 +131,7 @@ def _tags(cell: NotebookNode) -> set[str]:
 
 
 def _texts(cell: NotebookNode) -> Iterator[str]:
-    """Every text that the outputs of a cell hold, pictures aside."""
+    """Yield the texts in the outputs of a cell, except pictures."""
     for output in cell.get("outputs", []):
         yield output.get("text", "")
         for kind, value in output.get("data", {}).items():

@@ -1,8 +1,9 @@
-"""Store runs in the notebooks of the checkout: `python -m tests.book.store 02_adaptive_k …`.
+"""Copy published runs into notebooks: `python -m tests.book.store 02_adaptive_k …`.
 
-Outputs are those of the run whose figures `specnb publish` copied last; results/ must still hold it. The numbers of the
-box at the head ("In short") are filled in by the template in `boxes.toml` from that run: `rows` and `row` pick from the
-`table` of a figure or the shipped `trace`, `record` is what is kept of the run, and modules of `specnb.book` compute.
+Outputs come from the run whose figures `specnb publish` copied last; results/ must still contain
+it. The template in `boxes.toml` fills in the numbers of the box at the top ("In short"): `rows` and
+`row` select from the `table` of a figure or the shipped `trace`, `record` is the stored part of the
+run's record, and modules of `specnb.book` compute values.
 """
 
 import sys
@@ -38,20 +39,20 @@ def table(figure: str) -> pd.DataFrame:
 
 @cache
 def trace() -> pd.DataFrame:
-    """Return the best K of each drafter, content and machine in the shipped trace, greedily."""
+    """Return the best greedy K of each drafter, content and machine in the shipped trace."""
     _, recorded, curve, c, _ = explorer.stored(explorer.SHIPPED)
     return tables.best_k(explorer.sweep_k(explorer.Tables(recorded), curve, c).query("temperature == 0"))
 
 
 def rows(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
-    """Return the rows that have these values, of texts those that begin so."""
+    """Return the rows that have these values; a string matches as a prefix."""
     for name, wanted in where.items():
         frame = frame[frame[name].str.startswith(wanted) if isinstance(wanted, str) else frame[name] == wanted]
     return frame
 
 
 def row(frame: pd.DataFrame, **where: Any) -> pd.Series:
-    """Return the only such row. Raises ValueError where there is another number of them."""
+    """Return the only matching row. Raises ValueError if there is not exactly one."""
     ((_, only),) = rows(frame, **where).iterrows()
     return only
 
@@ -62,14 +63,14 @@ def ends(row: pd.Series, digits: int = 2) -> str:
 
 
 def record_of(notebook: str) -> RunRecord:
-    """Return what is kept of the run that a notebook's figures are of, not of the trace that 00 opens."""
+    """Return the stored record behind a notebook's figures (not of the trace that 00 opens)."""
     records = (read_json(path) for path in (FIGURES / "records").glob("*.json") if path.stem != SHIPPED_RUN)
     (record,) = (record for record in records if record["experiment"] == notebook)
     return RunRecord.model_validate(record | {"generations": []})
 
 
 def box(notebook: str) -> str:
-    """Return the line of the box, filled in."""
+    """Return the line of the box with its numbers."""
     record = record_of(notebook)
     cpu = record.provenance["cpu"]["model"].replace("(R)", "")
     models = str(record.provenance["models"])

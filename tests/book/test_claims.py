@@ -1,4 +1,4 @@
-"""Verdicts follow from data, and flip with them."""
+"""Claims: verdicts are computed from data and change with it."""
 
 import ast
 import re
@@ -33,7 +33,7 @@ RANGES = st.tuples(st.floats(-10, 10), st.floats(-10, 10)).map(sorted)
 
 
 @given(claimed=RANGES, ends=RANGES, n=st.integers(0, 9))
-def test_a_verdict_follows_from_where_the_interval_lies(claimed, ends, n):
+def test_a_verdict_depends_on_the_position_of_the_interval(claimed, ends, n):
     claim = Claim("", "", "", claimed=claimed, holds="explained")
     inside = claimed[0] <= ends[0] and ends[1] <= claimed[1]
     outside = ends[1] < claimed[0] or claimed[1] < ends[0]
@@ -105,7 +105,7 @@ def test_the_derived_values_are_stored_and_the_cure_depends_on_the_drafter():
         assert [claim.verdict(values[claim.value]) for values in (before, after)] == ["corrected", "reproduced"]
 
 
-def test_too_few_data_are_said_plainly_and_a_plant_decides_nothing_about_the_case():
+def test_too_little_data_or_a_planted_twin_leaves_a_claim_undecided():
     claim = Claim("a", "b", "{x.n} texts", value="x")
     few = claim.judge({"x": Estimate.exact(1, 2)})
     assert (few["verdict"], few["evidence"]) == ("undecided", "2 of the 5 needed: 2 texts")
@@ -120,11 +120,11 @@ FALSE_IS_DATA = {
     ("02_adaptive_k", "04066f55"), ("03_compatibility", "cell-04"), ("03_compatibility", "cell-06"),
     ("03_compatibility", "cell-15"), ("09_explorer", "explorer-15"),
 }  # fmt: skip
-"""Compared cells that show tables in which False is no failed check, by notebook and id."""
+"""Compared cells, by notebook and id, with tables in which False does not mean a failed check."""
 
 
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
-def test_no_stored_check_of_a_notebook_holds_false_and_no_cell_a_verdict(path):
+def test_no_stored_check_failed_and_no_cell_contains_a_verdict(path):
     cells = [cell for cell in read_json(path, 2**25)["cells"] if cell["cell_type"] == "code"]
     failed = set()
     for cell in cells:

@@ -1,4 +1,4 @@
-"""Headless runs: one folder for each run, and an outcome that says how it ended."""
+"""Headless runs: one folder per run, with an outcome that states how the run ended."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ print(store.save(record, store.results_dir()))
 
 @pytest.fixture
 def run(tmp_path):
-    """Run a notebook of these cells; braces in paths are no templates of papermill."""
+    """Return a function that runs these cells; braces in paths are not papermill templates."""
 
     def run(*codes, params=(), **options) -> NotebookOutcome:
         path = notebook_at(tmp_path / "b{k}" / "01_test.ipynb", PARAMETERS, *codes)
@@ -42,7 +42,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def only_outcome(tmp_path):
-    """Read the outcome of the only run there is."""
+    """Return a function that reads the outcome of the only run."""
 
     def read() -> NotebookOutcome:
         (file,) = (tmp_path / "r{x}").glob("*/*/outcome.json")
@@ -56,13 +56,13 @@ def last_source(outcome: NotebookOutcome) -> str:
 
 
 def printed(outcome: NotebookOutcome) -> list[str]:
-    """Return the text that each cell printed, of those that printed any."""
+    """Return the printed text of each cell that printed any."""
     cells = nbformat.read(outcome.output, 4).cells
     texts = ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in cells]
     return [text.strip() for text in texts if text]
 
 
-def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_path):
+def test_a_run_writes_all_its_files_to_one_folder(run, only_outcome, tmp_path):
     before = dict(os.environ), Path.cwd()
     params = {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
 
@@ -77,7 +77,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
     assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
     first, second = printed(outcome)
-    # this interpreter, the notebook's folder as working folder
+    # this interpreter, with the notebook's folder as the working directory
     here = [sys.executable, str(tmp_path / "b{k}"), str(tmp_path / "r{x}")]
     assert json.loads(first) == [*here, *params.values()] and second == str(folder)
     files = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
@@ -96,7 +96,7 @@ def test_a_run_lands_in_one_folder_with_all_its_files(run, only_outcome, tmp_pat
     ],
     ids=["error", "dead kernel", "timeout"],
 )
-def test_what_ends_a_run_is_named_and_the_partial_notebook_stays(run, only_outcome, code, kind, options):
+def test_a_failed_run_reports_its_error_and_keeps_the_partial_notebook(run, only_outcome, code, kind, options):
     outcome = run("print('before', flush=True)", code, "print('after')", **options)
     assert outcome.status == "failed" and outcome.error["kind"] == kind and only_outcome() == outcome
     assert outcome.error["cell"] == (2 if kind == "ValueError" else None), "counted in the source"
@@ -110,12 +110,12 @@ def test_what_ends_a_run_is_named_and_the_partial_notebook_stays(run, only_outco
 
 
 def write_notebook(source: Path, output: Path, *_) -> None:
-    """Stand for the execution: copy the notebook."""
+    """Copy the notebook instead of executing it."""
     output.write_bytes(source.read_bytes())
 
 
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
-    for name, params in {"01_test.ipynb": {"K": 4}, "my notes.ipynb": {}}.items():  # this is no folder
+    for name, params in {"01_test.ipynb": {"K": 4}, "my notes.ipynb": {}}.items():  # a folder name cannot have a space
         with pytest.raises(InputError, match=r"'K'|my notes"):
             run_notebook(notebook_at(tmp_path / name, PARAMETERS), params, results=tmp_path / "r{x}")
     assert not (tmp_path / "r{x}").exists()
@@ -132,7 +132,7 @@ def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
     assert first.output == default.output, "a value equal to the default is the same run"
 
 
-def test_a_completed_run_is_replaced_by_a_completed_one_only_and_a_failed_one_by_any(run, only_outcome, monkeypatch):
+def test_only_a_completed_run_replaces_a_completed_run(run, only_outcome, monkeypatch):
     errors = iter([ZeroDivisionError("a bug"), None, KeyboardInterrupt(), None])
 
     def execute(*paths):

@@ -1,4 +1,4 @@
-"""The explorer without a browser: the replay's numbers, every control, live runs, and a trace that is taken again."""
+"""The explorer without a browser: predictions, every control, live runs, reopened traces."""
 
 import re
 import shlex
@@ -54,7 +54,7 @@ def recorded(drafters, prompts, temperature=0.0, **options) -> list:
 def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
-    drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is right now and then
+    drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is sometimes right
     runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
     return Trace(tuple(r for run in runs for r in run))
 
@@ -65,20 +65,20 @@ def tables(trace):
 
 
 class Frame:
-    """What the page in a notebook sends to the kernel, and what it gets."""
+    """The page in a notebook: it sends messages to the kernel and stores the answers."""
 
     def __init__(self, explorer, monkeypatch):
         self.explorer, self.received = explorer, []
         monkeypatch.setattr(explorer, "send", self.received.append)
 
     def send(self, setting, **message):
-        """A setting as the page has it, through JSON."""
+        """Send a setting in the form in which the page sends it."""
         m, curve = setting.machine, setting.machine.curve
         machine = {"name": m.name, "ratios": m.ratios(24), "at8": curve.ratio(8), "c": m.c, "busy": bool(curve.busy)}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
     def run(self, setting) -> dict:
-        """A live run to its end: the last message."""
+        """Start a live run, wait for its end, and return the last message."""
         self.send(setting, run=True)
         end = time.monotonic() + 10
         while not (self.received and self.received[-1].get("done")):
@@ -94,7 +94,7 @@ def frame(trace, monkeypatch):
 
 
 def settings(tables, **fixed):
-    """Every policy of every drafter at every temperature on every content, or with some fields fixed."""
+    """Return all combinations of drafter, policy, sampling and content, with some fields fixed."""
     rows = (
         Setting(drafter, temperature, content, policy, 5, PRESET, top_p)._replace(**fixed)
         for drafter in tables.drafters
@@ -109,7 +109,7 @@ def lookup_setting(k=4):
     return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
 
 
-def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(tables):
+def test_predictions_equal_the_replay_whatever_was_predicted_before(tables):
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
     for first in settings(tables, content="code", temperature=0.0, top_p=1.0):
         for setting in (first, first._replace(k=3, machine=steep)):
@@ -127,7 +127,7 @@ def test_a_policy_is_predicted_as_its_walk_counts_it_whatever_was_asked_before(t
 
 
 def walked(recordings, setting, k_max) -> list:
-    """The rounds of each recording by the replay itself."""
+    """Return the rounds of each recording, computed by the replay itself."""
     if setting.policy == AUTO:
         routed = route(recordings, {setting.drafter: setting.machine}, k_max=min(MOST, k_max))
         return [text.steps for text in routed]
@@ -135,17 +135,17 @@ def walked(recordings, setting, k_max) -> list:
     return [walk_recording(recording, controller) for recording in recordings]
 
 
-def test_checks_hold_and_a_wrong_count_is_seen(trace, tables):
+def test_checks_hold_and_detect_a_wrong_count(trace, tables):
     assert explorer_tables.check_explorer(tables)["ok"].all()
     broken = Tables(trace)
-    split(broken.exact)[1][0, 5, 2] += 2  # accepted drafts that no round made room for
+    split(broken.exact)[1][0, 5, 2] += 2  # two accepted draft tokens too many
     assert not explorer_tables.check_explorer(broken)["ok"].all()
 
 
-# --- the page's kernel
+# --- the kernel behind the page
 
 
-def test_a_policy_that_a_slider_changes_is_walked_for_the_page_and_an_error_is_an_answer(frame, tables, monkeypatch):
+def test_the_kernel_replays_policies_for_the_page_and_reports_errors(frame, tables, monkeypatch):
     bent = Cost.straight(CUSTOM, 3.0, 0.2)
     for setting in settings(tables, content=ALL, machine=bent):
         frame.send(setting, key="[8]")
@@ -177,7 +177,7 @@ def bench():
 
 
 def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
-    """Predictions begin with a new controller, too."""
+    """Predictions, too, begin with a new controller."""
     control = FixedK(4)
     started = []
     monkeypatch.setattr(control, "start", started.append)
@@ -186,7 +186,7 @@ def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
     assert len(started) == len(measured) / 2 > 0
 
 
-def test_a_live_run_is_shown_beside_its_prediction_between_recorded_temperatures_too(frame, tables, bench):
+def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, tables, bench):
     measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
     ids = [g.prompt_id for g in measured[1::2]]
     here = lookup_setting()._replace(machine=Cost(CURVE))
@@ -214,7 +214,7 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
     assert frame.run(lookup_setting(3))["outcome"].startswith("Live,")
 
 
-def test_a_trace_is_recorded_and_taken_again_from_its_folder(monkeypatch, tmp_path):
+def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     run = workbench().open_trace()
     kept, trace, curve, c, line = run
@@ -241,7 +241,7 @@ def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source
         Workbench(ExplorerParams(trace="nothing-there")).open_trace()
 
 
-def test_what_was_not_recorded_is_named(tables):
+def test_an_unrecorded_value_is_named_in_the_error(tables):
     for wrong in ({"temperature": 0.35}, {"content": "poetry"}, {"drafter": "nothing"}):
         with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
             tables.predict(lookup_setting()._replace(**wrong))
@@ -250,10 +250,10 @@ def test_what_was_not_recorded_is_named(tables):
     assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), "two prompts have no interval"
 
 
-# --- a pair in one page
+# --- the page of a pair
 
 
-def test_a_pair_is_examined_and_its_page_says_what_was_found():
+def test_a_pair_is_examined_and_its_page_reports_the_results():
     report = examine("tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12)
     document = report.document
     row = document["live"][1]
@@ -262,10 +262,10 @@ def test_a_pair_is_examined_and_its_page_says_what_was_found():
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7}
     assert all(str(document["k"]) in line for line in document["flags"].values())
     assert document["conclusion"] in report.page and document["costs"] in report.page and "@ABOVE@" not in report.page
-    assert load_record(folder_of(report.record)).run_id == document["run_id"]  # `specnb explore` opens it again
+    assert load_record(folder_of(report.record)).run_id == document["run_id"]  # `specnb explore` can reopen it
 
 
-def test_names_are_single_words_of_the_shell_lines_on_the_pair_page(tmp_path):
+def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):
     target, draft = str(tmp_path / "it's $(touch x) `y`.gguf"), "tiny-hybrid?backend=hf&dtype=float32"
     Path(target).touch()
     flags = flags_of(target, draft, 3)

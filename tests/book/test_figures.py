@@ -1,4 +1,4 @@
-"""Figures: what is drawn is what the table says, with units on the axes, and readable without colour."""
+"""Figures show the numbers of their table: lines, intervals, break-even and markers."""
 
 import pandas as pd
 import pytest
@@ -22,11 +22,11 @@ CURVE = pd.DataFrame({"width": [1, 2, 9], "median_s": [0.05, 0.06, 0.1], "ratio"
 
 
 def lines_of(figure):
-    """The drawn lines, without what is in the legend only."""
+    """Return the drawn lines, without traces that are only in the legend."""
     return [trace for trace in figure.data if trace.x[0] is not None]
 
 
-def test_one_line_a_category_in_one_panel_a_temperature_with_units_intervals_and_break_even():
+def test_each_temperature_is_a_panel_with_a_line_per_category_and_intervals():
     figure = figures.speedup_over_k(SWEEP, title="Speed-up")
     assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines_of(figure)} == {
         ("code", "x"): ((1.9, 7.9), (1.5, 1.2)), ("prose", "x"): ((2.1,), (0.8,)), ("prose", "x2"): ((2.1,), (0.7,)),
@@ -39,7 +39,7 @@ def test_one_line_a_category_in_one_panel_a_temperature_with_units_intervals_and
         assert word in figures.speedup_over_k(SWEEP.assign(**{column: marked}), title="x").layout.title.text
 
 
-def test_live_runs_lie_as_marks_with_bars_over_a_replayed_sweep_and_their_own_replay_as_open_ones():
+def test_live_runs_are_filled_markers_over_replayed_lines_and_replays_open():
     many = pd.concat([SWEEP.assign(k=SWEEP["k"] * n) for n in range(1, 8)]).query("temperature == 0")
     greedy = SWEEP.query("temperature == 0")
     figure = figures.speedup_over_k(many, marks={"live": greedy, "again": greedy.assign(speedup=3.0)}, title="x")

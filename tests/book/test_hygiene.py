@@ -24,12 +24,12 @@ def test_committed_notebooks_are_clean(path):
 
 
 @pytest.mark.parametrize("notebook", store.BOXES)
-def test_boxes_say_what_the_published_runs_measured(notebook):
+def test_boxes_have_the_numbers_of_the_published_runs(notebook):
     assert store.box(notebook) in nbformat.read(FOLDER / f"{notebook}.ipynb", 4).cells[0].source.splitlines()
 
 
 @pytest.mark.parametrize("sidecar", FIGURES, ids=itemgetter("name"))
-def test_a_published_figure_is_the_one_that_its_notebook_shows(sidecar):
+def test_a_published_figure_equals_the_one_in_its_notebook(sidecar):
     cells = nbformat.read(FOLDER / f"{sidecar['experiment']}.ipynb", 4).cells
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     shown = [data[PLOTLY]["data"] for data in outputs if PLOTLY in data]
@@ -38,7 +38,7 @@ def test_a_published_figure_is_the_one_that_its_notebook_shows(sidecar):
 
 
 def rounded(data: object) -> object:
-    """Return JSON with ten digits of each number: its writers differ in the last."""
+    """Return JSON with numbers rounded to ten digits, because writers differ in the last one."""
     return json.loads(json.dumps(data), parse_float=lambda digits: f"{float(digits):.10g}")
 
 

@@ -1,4 +1,4 @@
-"""Two lanes: every token stands there, each round when it was committed, and the ending is the table's."""
+"""Two lanes: every token is shown, each round when it was committed; the end equals the table."""
 
 import re
 import xml.etree.ElementTree as ET
@@ -19,11 +19,11 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def record_of(model, n: int) -> RunRecord:
-    """A record of `n` prompts, plainly and with a lookup."""
+    """Return a record of `n` prompts, decoded plainly and with prompt lookup."""
     chosen = [Prompt(id=f"code-{i}", category="code", text="abcabcabcabc"[: 6 + i]) for i in range(n)]
     plain = partial(generate, model, max_new_tokens=3 * COLUMNS)
     runs = [run(prompt) for prompt in chosen for run in (plain, partial(plain, drafter="lookup", k=4))]
-    runs = [  # a second a round
+    runs = [  # one second per round
         g.model_copy(update={"prefill_s": 1.0, "wall_s": 1.0 + len(g.rounds),
                              "rounds": tuple(r._replace(draft_s=0.0, verify_s=1.0, rewind_s=0.0) for r in g.rounds)})
         for g in runs
@@ -36,7 +36,7 @@ def record_of(model, n: int) -> RunRecord:
 
 
 @pytest.mark.parametrize("n", [2, 5])
-def test_each_round_appears_when_it_was_committed_and_the_ending_is_the_tables(n, tmp_path, monkeypatch):
+def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     model = toy.markov(6, order=2, seed=4, sharpness=3.0)
     record = record_of(model, n)

@@ -1,4 +1,4 @@
-"""A notebook as a file: its parameters are read and never run, and what it is given is checked."""
+"""Notebook files: parameters are read without execution, and given values are checked."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ DEFAULTS = {"k": 4, "engine": "gguf", "ks": [1, 2], "untyped": 7, "anything": No
 
 
 def notebook_at(path: Path, *cells: str, **metadata) -> Path:
-    """A notebook of code, whose first cell, if there is one, holds the parameters."""
+    """Write a notebook of code cells, the first (if any) with the parameters; return its path."""
     tags = [{"tags": ["parameters"]}] + [{}] * len(cells)
     nb = new_notebook(cells=[new_code_cell(code, metadata=tag) for code, tag in zip(cells, tags, strict=False)])
     nb.metadata = nb.metadata | {"kernelspec": {"name": "x", "display_name": "X", "language": "python"}, **metadata}
@@ -34,7 +34,7 @@ def notebook_at(path: Path, *cells: str, **metadata) -> Path:
     return path
 
 
-def test_the_parameters_cell_is_read_not_run_and_given_values_replace_defaults(tmp_path):
+def test_parameters_are_read_not_executed_and_given_values_replace_defaults(tmp_path):
     source = read_notebook(notebook_at(tmp_path / "01_test.ipynb", CELL))
     assert declared(CELL) == DEFAULTS and resolve_params(source, {}) == ({}, DEFAULTS)
     given, resolved = resolve_params(source, {"ks": [3], "k": 8})
@@ -48,13 +48,13 @@ def test_the_parameters_cell_is_read_not_run_and_given_values_replace_defaults(t
 
 
 def of_class(path: Path, kind: type, **cell) -> notebook.Source:
-    """A notebook whose cell declares the quick parameters of a class of `specnb.params`, or `cell` in their place."""
+    """Return a notebook with the quick parameters of a `specnb.params` class, updated by `cell`."""
     values = kind(budget="quick").model_dump() | cell
     lines = "\n".join(f"{name} = {value!r}" for name, value in values.items())
     return read_notebook(notebook_at(path, lines, specnb={"params": kind.__name__}))
 
 
-def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_budget(tmp_path, monkeypatch):
+def test_given_values_are_checked_by_the_class_of_the_parameters(tmp_path, monkeypatch):
     monkeypatch.delenv(params.BUDGET, raising=False)
     source = of_class(tmp_path / "09_x.ipynb", params.ExplorerParams)
     assert resolve_params(source, {"temperatures": [1]})[0] == {"temperatures": [1.0]}
@@ -67,7 +67,7 @@ def test_the_class_of_the_parameters_checks_them_and_fills_in_the_sizes_of_the_b
     ({}, None, "", 3), ({}, "full", "", 24), ({}, None, "full", 24), ({}, "quick", "full", 3),
     ({"budget": "full"}, "quick", "", 24), ({"prompts": None}, "full", "", 24), ({"prompts": 5}, "full", "", 5),
 ])  # fmt: skip
-def test_the_given_budget_goes_before_the_commands_the_environments_and_the_cells(
+def test_a_given_budget_precedes_the_commands_the_environments_and_the_cells(
     given, command, environment, prompts, tmp_path, monkeypatch
 ):
     monkeypatch.setenv(params.BUDGET, environment)
@@ -82,7 +82,7 @@ METADATA = [7, None, "x", [], {"params": 7}, {"params": ["KSweepParams"]}]
 
 
 @pytest.mark.parametrize("metadata", METADATA, ids=str)
-def test_metadata_that_name_no_class_of_parameters_are_refused(tmp_path, metadata):
+def test_metadata_without_a_class_of_parameters_are_refused(tmp_path, metadata):
     source = read_notebook(notebook_at(tmp_path / "odd.ipynb", CELL, specnb=metadata))
     with pytest.raises(InputError, match=r"odd\.ipynb|metadata"):
         resolve_params(source, {})
@@ -99,7 +99,7 @@ NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"param
      (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
      ("k = 2 ** 3", "2 ** 3"), ("%matplotlib", "`parameters`")],
 )  # fmt: skip
-def test_what_is_no_notebook_or_has_unusable_defaults_is_named(tmp_path, content, value):
+def test_an_invalid_notebook_or_default_is_named_in_the_error(tmp_path, content, value):
     path = tmp_path / "bad.ipynb"
     path.write_bytes(content) if isinstance(content, bytes) else notebook_at(path, content)
     with pytest.raises(InputError, match=r"bad\.ipynb") as caught:

@@ -1,4 +1,4 @@
-"""A published figure: five files that say where they come from, with and without a browser; and their gallery."""
+"""Published figures: files with provenance, with and without a browser, and their gallery."""
 
 import asyncio
 import json
@@ -53,20 +53,20 @@ def generation_of(**fields) -> Generation:
 
 
 def figure_of(title: str = "Speed-up <b>over</b> K", last: float = 3.0) -> go.Figure:
-    """Traces whose svg ids are of different kinds: patterns, colour bars, legends."""
+    """Return a figure with several kinds of SVG ids: patterns, color bars, legends."""
     figure = go.Figure([go.Bar(y=[2.0, last], name="prose", marker_pattern_shape="/"), go.Heatmap(z=[[1, 2], [3, 4]])])
     return figure.update_layout(title=title)
 
 
 def published(folder: Path, figure: go.Figure | None = None, record: RunRecord | None = None, **options) -> dict:
-    """The sidecar of a figure that was just published."""
+    """Publish a figure and return its sidecar."""
     publish(figure or figure_of(), "speed", record or record_of(), folder=folder, **options)
     return json.loads((folder / "speed.json").read_text(), parse_constant=pytest.fail)
 
 
 @pytest.fixture(autouse=True)
 def no_browser_kept():
-    """Each test begins and ends without the browser that is kept from figure to figure."""
+    """Close the browser, which is shared between figures, after each test."""
     yield
     picture.browser().close()
 
@@ -78,7 +78,7 @@ def no_browser(monkeypatch):
 
 @pytest.fixture
 def nothing_left(no_browser_kept):
-    """No child process more than before, zombies included."""
+    """Require that no new child process is left, zombies included."""
     children = set(psutil.Process().children(recursive=True))
     yield
     picture.browser().close()
@@ -92,7 +92,7 @@ def nothing_left(no_browser_kept):
 # without a browser
 
 
-def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, capsys, tmp_path):
+def test_without_a_browser_page_and_sidecar_are_written_with_the_reason(no_browser, capsys, tmp_path):
     (tmp_path / "speed.svg").write_text("the image of an older figure")
     figure = figure_of()
     before = figure.to_json()
@@ -104,7 +104,7 @@ def test_without_a_browser_page_and_sidecar_are_written_and_say_why(no_browser, 
     assert {file.name for file in tmp_path.iterdir()} == {"speed.html", "speed.json", "plotly.min.js", "records"}
 
 
-def test_the_sidecar_holds_run_provenance_and_digests_and_equal_figures_give_equal_bytes(no_browser, tmp_path):
+def test_a_sidecar_has_provenance_and_digests_and_is_reproducible(no_browser, tmp_path):
     figure, table = figure_of(), pd.DataFrame({"k": [1, 2], "speedup": [1.0, 0.1 + 0.2]}, index=[7, 9])
     sidecar = published(tmp_path, figure, table=table)
     facts = record_of().model_dump(include={"experiment", "run_id", "params", "provenance"})
@@ -142,7 +142,7 @@ def test_the_caption_names_run_models_machine_and_warnings():
     assert all(word in caption for word in ("1 of 2 generations", "lossy", "failed"))
 
 
-def test_the_gallery_in_the_repository_is_that_of_its_sidecars_and_an_empty_one_is_none(tmp_path):
+def test_the_stored_gallery_is_current_and_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(InputError, match=tmp_path.name):
         gallery(tmp_path)
     folder = project_dir() / "figures"
@@ -160,11 +160,11 @@ def test_every_published_figure_has_the_record_of_its_run_and_unchanged_files(si
     assert sidecar["files"] == {file: digest(folder / file) for file in sidecar["files"]}
 
 
-# from the run to figures/
+# copies from a run to figures/
 
 
 def run_of(results: Path, end: int, dirty: bool = False, **fields) -> RunRecord:
-    """A record that is saved with one figure, as a notebook leaves them."""
+    """Save a record and publish one of its figures, as a notebook does; return the record."""
     origin = HERE | {"git": {"commit": "f" * 40, "dirty": dirty}, "utc": "2026-11-21T08:39:54+00:00"}
     record = record_of(**({"provenance": origin, "ended": WHEN.replace(minute=end)} | fields))
     save(record)
@@ -210,7 +210,7 @@ def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
-def test_what_comes_from_changed_files_is_refused_or_says_so(then, results, monkeypatch, tmp_path):
+def test_figures_from_uncommitted_changes_are_refused_or_marked(then, results, monkeypatch, tmp_path):
     run_of(results, 1, dirty=then)
     monkeypatch.setattr(module, "git_state", lambda _: {"commit": "e" * 40, "dirty": not then})
     with pytest.raises(InputError, match="allow-dirty"):
@@ -239,12 +239,12 @@ def test_the_stored_notebooks_show_as_many_pictures_as_they_publish():
         assert pictures(nb) == interactive >= calls > 0, path.name
 
 
-# with a browser that does not work, and with one that does
+# with a broken browser, and with a working one
 
 
 @pytest.mark.skipif(os.name != "posix", reason="the false browser is a shell script")
 @pytest.mark.parametrize("script", ["exit 1", pytest.param("exec cat", marks=pytest.mark.slow)])
-def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, monkeypatch, nothing_left, tmp_path):
+def test_a_browser_that_exits_or_hangs_is_reported_and_leaves_no_process(script, monkeypatch, nothing_left, tmp_path):
     monkeypatch.setattr(picture, "EXPORT_S", 3.0)
     path = tmp_path / "browser.sh"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -256,7 +256,7 @@ def test_a_browser_that_ends_or_hangs_is_a_reason_and_leaves_nothing(script, mon
 
 
 @needs_browser
-def test_a_browser_gives_every_file_in_the_size_of_the_layout(nothing_left, tmp_path):
+def test_with_a_browser_every_file_is_written_in_the_size_of_the_layout(nothing_left, tmp_path):
     async def in_a_cell() -> dict:
         return published(tmp_path, figure_of().update_layout(width=700, height=300))
 

@@ -1,4 +1,4 @@
-"""A field report's speeds follow from two constants; its experiment in small agrees with what was predicted."""
+"""The field report: a line predicts its speeds, and a small replication agrees with predictions."""
 
 import pandas as pd
 import pytest
@@ -15,7 +15,7 @@ def table():
     return report.read_runs()
 
 
-def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_saw(table):
+def test_a_line_fit_to_six_code_rows_predicts_the_held_out_prose_rows(table):
     line, card = report.fit_line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
     rows = report.compare_with_line(table, line)
@@ -29,7 +29,7 @@ def test_six_rows_of_code_lie_on_a_line_that_foretells_the_prose_rows_it_never_s
     assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
 
 
-def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures_agree_with_its_counts(table):
+def test_a_self_draft_costs_most_of_a_step_and_reported_rates_match_counts(table):
     (row,) = table[table["content"] == "self"].itertuples()
     assert row.implied_c == pytest.approx(0.84, abs=0.005)
     counted = table.dropna(subset="drafted")
@@ -37,7 +37,7 @@ def test_the_model_as_its_own_draft_costs_most_of_a_step_and_the_reports_figures
     assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[:-1].abs().max() < 0.06  # all but self
 
 
-def test_the_named_machine_is_the_reports(table):
+def test_the_named_machine_has_the_costs_of_the_report(table):
     at8, c = NAMED["96-core EPYC"]
     sizes = pd.read_csv(FOLDER / "models.csv").set_index("model")["size_gb"]
     assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
@@ -46,7 +46,7 @@ def test_the_named_machine_is_the_reports(table):
         assert table["plain_s"][0] * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
 
 
-def test_the_experiment_in_small_is_as_fast_as_predicted(table):
+def test_the_small_experiment_is_as_fast_as_predicted(table):
     small = report.read_small()
     drafted = small[small["k"] > 0]
     assert drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()

@@ -1,4 +1,4 @@
-"""Tables against numbers worked out by hand from hand-made records."""
+"""Tables equal numbers computed by hand from small records."""
 
 from datetime import UTC, datetime
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ NONE = float("nan")
 
 
 def generation(prompt, category, temperature, rounds, seconds, *, k=0, prefill_s=0.0):
-    """`rounds` has (drafted, accepted) pairs; a round of (0, 0) is a plain step. Tokens count up from 0."""
+    """Return a generation of tokens 0, 1, …; `rounds`: (drafted, accepted), plain steps (0, 0)."""
     made, n = [], 0
     for index, (drafted, accepted) in enumerate(rounds):
         committed = tuple(range(n, n + accepted + 1))
@@ -43,7 +43,7 @@ BASE = generation("c1", "code", 0.0, PLAIN, 12.0, prefill_s=50.0)
 SAME = generation("c1", "code", 0.0, [(2, 2)] * 4, 8.0, k=2, prefill_s=1.0)
 SWEEP = record(
     generation("p2", "prose", 0.0, [(2, 1)] * 6, 16.0, k=2),
-    generation("p2", "prose", 0.0, PLAIN, 99.0),  # of a plain text that ran again, the last counts
+    generation("p2", "prose", 0.0, PLAIN, 99.0),  # of repeated plain runs, the last one counts
     generation("p2", "prose", 0.0, PLAIN, 12.0),
     BASE,
     SAME,
@@ -52,13 +52,13 @@ SWEEP = record(
 )
 
 
-def test_k_sweep_by_hand():
+def test_the_k_sweep_equals_one_computed_by_hand():
     frame = tables.k_sweep(SWEEP)
     assert frame["category"].tolist() == ["prose"] * 2 + ["code"] * 4 + ["all"] * 4
     assert frame["k"].tolist() == [0, 2, 0, 2, 0, 4, 0, 2, 0, 4]
     columns = ["drafted", "accepted", "acceptance_rate", "tau", "speedup", "n_prompts"]
     rows = frame.query("k > 0").set_index(["category", "temperature"])[columns]
-    # prefill and the token that it gives are left out on both sides
+    # both sides exclude prefill and the token that it yields
     expected = {
         ("prose", 0.0): [12, 6, 0.5, 2.0, 0.75, 1],
         ("code", 0.0): [8, 8, 1.0, 3.0, 1.5, 1],
@@ -73,13 +73,13 @@ def test_k_sweep_by_hand():
     assert frame[["low", "high"]].isna().all(axis=None)  # two prompts are too few for an interval
 
 
-def test_speedups_are_over_the_fastest_plain_decoding_next_to_those_over_the_same_engine():
+def test_speedups_are_over_the_fastest_engine_and_over_the_same_engine():
     rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
     row = tables.k_sweep(record(BASE, SAME, baseline=rates)).iloc[1]
     assert (row["speedup_same_engine"], row["speedup"], row["tokens_per_s"]) == pytest.approx((1.5, 1.5 / 4, 11 / 8))
 
 
-def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
+def test_best_k_is_the_fastest_k_with_a_verdict_on_whether_it_pays():
     rows = [
         ("prose", 0, 1.0, 1.0, 1.0), ("prose", 2, 0.8, 0.7, 0.9), ("prose", 4, 0.5, 0.4, 0.6),
         ("code", 0, 1.0, 1.0, 1.0), ("code", 2, 1.2, 1.1, 1.3), ("code", 4, 1.5, 1.2, 1.9),
@@ -89,12 +89,12 @@ def test_best_k_is_the_fastest_draft_length_and_says_whether_it_pays():
     best = tables.best_k(frame.assign(tau=2.0, temperature=0.0, n_prompts=30, busy=False))
     assert best[["category", "k", "verdict"]].values.tolist() == [
         ["prose", 2, "does not pay"], ["code", 4, "pays"],
-        *([name, 2, "undecided"] for name in "abc"),  # intervals that touch one, and none
+        *([name, 2, "undecided"] for name in "abc"),  # intervals that touch 1, and no interval
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("run", "curve", "marked"), [(None, None, None), (True, False, True), (None, True, True)])
-def test_what_a_busy_machine_measured_is_marked_and_gets_no_verdict(run, curve, marked):
+def test_measurements_on_a_busy_machine_are_marked_and_get_no_verdict(run, curve, marked):
     timed = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1,), (0.4,)), busy=curve)
     measured = record(*SWEEP.generations, verify_curve=timed.model_dump(mode="json"))
     extra = {} if run is None else {"contention": {"busy": run}}
@@ -104,7 +104,7 @@ def test_what_a_busy_machine_measured_is_marked_and_gets_no_verdict(run, curve, 
     assert (set(tables.best_k(sweep)["verdict"]) == {tables.BUSY}) is bool(marked)
 
 
-def test_a_table_for_display_has_the_interval_in_its_cell_and_a_dash_for_a_missing_value():
+def test_compact_tables_have_intervals_in_cells_and_a_dash_for_no_value():
     rows = [("b", 2, 1.284, 1.05, 1.706, None), ("b", 3, 1.0, 1.0, 1.0, 0.5), ("a", 4, 0.5, NONE, NONE, 0.5)]
     frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high", "acceptance_rate"])
     shown = tables.compact(frame)
@@ -117,7 +117,7 @@ def test_a_table_for_display_has_the_interval_in_its_cell_and_a_dash_for_a_missi
 
 
 def changed(made, index=-1, **fields):
-    """Return a generation with another round."""
+    """Return the generation with one round changed."""
     rounds = list(made.rounds)
     rounds[index] = rounds[index]._replace(**fields)
     token_ids = tuple(token for r in rounds for token in r.committed_ids)
@@ -136,7 +136,7 @@ FAST = BASE.model_copy(update={"rounds": SAME.rounds})
         ([BASE, SAME, DIFFERS], [], [False, True, True]),
         ([BASE, SAME, DIFFERS], [False], [False, True, True]),
         ([BASE, changed(SAME, 0, n_accepted=3)], [], [True, False, True]),  # more accepted than drafted
-        ([BASE, changed(SAME, 0, n_accepted=1)], [], [True, False, True]),  # more committed than accepted and bonus
+        ([BASE, changed(SAME, 0, n_accepted=1)], [], [True, False, True]),  # more committed than accepted plus one
         ([FAST, SAME], [], [True, True, False]),
     ],
 )
@@ -145,8 +145,8 @@ def test_checks_hold_for_a_sound_record_and_detect_planted_faults(generations, n
     assert tables.checks(record(*generations, forks=forks))["ok"].tolist() == ok
 
 
-def test_the_best_k_is_the_range_that_cannot_be_told_apart_and_plain_decoding_is_among_the_choices():
-    """Five prompts; "copy" has 4 drafts at most, "slow" never pays, "mixed" pays for two prompts of five."""
+def test_best_k_is_a_range_of_equally_fast_k_and_may_include_zero():
+    """Five prompts: "copy" drafts at most 4 tokens, "slow" never pays, "mixed" pays on two."""
     times = {"copy": [[0.8, 0.7, 0.5, 0.49, 0.49]] * 5, "slow": [[1.1, 1.2, 1.3, 1.4, 1.5]] * 5}
     times["mixed"] = [[0.7, 0.7]] * 2 + [[1.1, 1.1]] * 3
     rows = [

@@ -1,4 +1,4 @@
-"""Rounds as text: what is shown of a trace is what a live run does, and every token has one fate."""
+"""Rounds as text: a trace shows the same rounds as a live run, and every token has one outcome."""
 
 import re
 
@@ -54,7 +54,7 @@ def test_a_round_is_a_table_of_its_positions():
             round_table([CUT, KEPT, ENDED, STEP], number)
 
 
-def test_the_strip_holds_every_token_by_its_fate_and_needs_nothing_but_its_tags():
+def test_the_strip_shows_every_token_by_outcome_without_styles_or_scripts():
     shown = strip([CUT, KEPT, ENDED, STEP])
     body = shown.partition("</p>")[2]
     assert re.findall(r"<(ins|del|strong|mark)\b[^>]*>([^<]*)<", body) == [
@@ -65,7 +65,7 @@ def test_the_strip_holds_every_token_by_its_fate_and_needs_nothing_but_its_tags(
     assert shown_text(b"a b\n") == "a·b⏎" and shown_text(b"\xff\x00<b>") == "��<b>" and shown_text(b"") == "∎"
 
 
-def test_the_shipped_trace_is_whole_and_other_runs_are_no_trace(tmp_path):
+def test_shipped_traces_match_their_checksums_and_other_runs_are_refused(tmp_path):
     for line in (TRACES / "SHA256SUMS").read_text(encoding="utf-8").splitlines():
         sha256, file = line.split("  ")
         assert digest(TRACES / file) == sha256

@@ -1,4 +1,4 @@
-"""The explorer in a real JupyterLab and a real browser: drag, see it change, run live."""
+"""The explorer in a real JupyterLab and a real browser: controls change it, and live runs work."""
 
 import json
 import os
@@ -39,12 +39,12 @@ def run_live(setting, progress):
 Explorer(stored("smollm2-135m"), run_live=run_live)
 """
 COLD_MS = 120_000
-"""A kernel in an environment that was just installed imports everything for the first time, from a cold disk."""
+"""Long, because in a fresh environment the kernel's first imports read from a cold disk."""
 
 
 @contextmanager
 def jupyterlab(home: Path) -> Iterator[str]:
-    """Serve `home/shelf` on a free port, with settings of its own; yield the address."""
+    """Serve `home/shelf` on a free port, with its own settings; yield the URL."""
     quiet = home / "app" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     quiet.parent.mkdir(parents=True)
     quiet.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
@@ -82,7 +82,7 @@ def until(page, read, wanted, limit_s: float = 15):
     return value
 
 
-def test_the_explorer_in_jupyterlab(tmp_path, page):
+def test_the_explorer_works_in_jupyterlab(tmp_path, page):
     nb = new_notebook(cells=[new_code_cell(SOURCE.strip())])
     nb.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
     (tmp_path / "shelf").mkdir()
@@ -92,7 +92,7 @@ def test_the_explorer_in_jupyterlab(tmp_path, page):
         page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=COLD_MS)
 
         def prompt_after_run_all() -> str:
-            """Before the kernel is connected, "run" goes nowhere."""
+            """Run all cells; return the first prompt, "[ ]:" until a kernel is connected."""
             page.get_by_role("menuitem", name="Run", exact=True).click()
             page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
             page.wait_for_timeout(2000)
@@ -105,7 +105,7 @@ def test_the_explorer_in_jupyterlab(tmp_path, page):
 
 
 def use(page, frame) -> None:
-    """Do what a reader does: the keyboard, a policy that the kernel simulates, a live run."""
+    """Use the keyboard, a policy that the kernel simulates and a live run, as a reader does."""
     until(page, lambda: frame.evaluate("document.body.className"), lambda name: name == "attached")
     heights = "() => [innerHeight, document.body.offsetHeight]"
     until(page, lambda: frame.evaluate(heights), lambda pair: pair[0] >= pair[1] > 1000)

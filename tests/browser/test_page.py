@@ -1,4 +1,4 @@
-"""The explorer as one file, opened from `file://`: the numbers of the replay, the keyboard, another trace."""
+"""The explorer as one `file://` page: predictions of the replay, keyboard, other traces."""
 
 import io
 import json
@@ -37,13 +37,13 @@ NUMBERS = ["k", "drafted", "accepted", "tau", "speedup", "low", "high"]
 
 
 def move(frame, **values) -> None:
-    """Move controls as a reader does."""
+    """Set controls as a reader does."""
     for name, value in values.items():
         frame.evaluate(MOVE, [name, str(value)])
 
 
 def position(frame, temperature: float, top_p: float = 1.0) -> int:
-    """Where the temperature slider stands for a sampling."""
+    """Return the position of the temperature slider for a sampling."""
     found = "([t, p]) => trace.samplings.findIndex((each) => each.temperature === t && each.top_p === p)"
     return frame.evaluate(found, [temperature, top_p])
 
@@ -53,7 +53,7 @@ def text(frame, name: str) -> str:
 
 
 def bent(base: Cost, at8: float, c: float) -> Cost:
-    """The shape of a curve, stretched to pass through `at8` at width 8; a flat curve becomes a straight one."""
+    """Return a curve stretched to `at8` at width 8; a flat curve becomes a straight line."""
     ratios, base_at8 = [base.curve.ratio(n) for n in base.curve.widths], base.curve.ratio(8)
     if base_at8 < 1.05 or min(ratios) < 1:
         return Cost.straight(CUSTOM, at8, c)
@@ -62,7 +62,7 @@ def bent(base: Cost, at8: float, c: float) -> Cost:
 
 
 def require_accepted(command: str) -> None:
-    """Each option of the command is one of `specnb generate`, or a parameter of notebook 01."""
+    """Require that the options are those of `specnb generate`, or parameters of notebook 01."""
     words = shlex.split(command)
     if "run" in words:
         resolve_params(read_notebook(find_notebook("01_k_sweep")), parse_parameters(words[words.index("-p") + 1 :: 2]))
@@ -72,7 +72,7 @@ def require_accepted(command: str) -> None:
 
 
 def require_shown(frame, tables: Tables, setting: Setting) -> None:
-    """Sentence, counts, table, shares by position, command and text are those of a setting."""
+    """Require that sentence, counts, table, shares by position, command and text are correct."""
     p, (_, _, steps) = tables.predict(setting), tables.walks(setting)[0]
     shown = [float(x) for x in SHOWN.search(text(frame, "result")).groups() if x]
     wanted = [float(x) for x in (p.speedup, p.n_prompts, p.low, p.high) if x == x]
@@ -89,7 +89,7 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
     _, _, *by_position = split(sum(counts for _, counts, _ in tables.walks(setting)))
     assert [*reached, *kept] == pytest.approx(np.concatenate(by_position), rel=1e-3, abs=2e-3)
     frame.locator("#prompt").select_option(index=0)
-    if not setting.temperature or setting.policy != FIXED:  # else another draw
+    if not setting.temperature or setting.policy != FIXED:  # otherwise a different random draw
         assert frame.locator("#strip ins").count() == sum(step.n_accepted for step in steps)
         assert frame.locator("#strip > span").count() == len(steps)
 
@@ -109,7 +109,7 @@ def compare(frame, trace, curve, c) -> None:
         require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
 
 
-def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, tmp_path):
+def test_the_page_shows_the_predictions_of_the_replay_and_opens_other_traces(page, tmp_path):
     run = stored(SHIPPED)
     explorer.write_page(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
@@ -128,7 +128,7 @@ def test_the_page_shows_what_the_replay_predicts_and_takes_another_trace(page, t
         compare(page, *other[1:4])
 
 
-def test_a_reader_drags_between_temperatures_pins_and_takes_a_machine(page, tmp_path):
+def test_a_reader_can_interpolate_temperatures_pin_and_load_a_machine(page, tmp_path):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
     explorer.write_page(SHIPPED, tmp_path / "page.html")
@@ -152,7 +152,7 @@ def test_a_reader_drags_between_temperatures_pins_and_takes_a_machine(page, tmp_
     assert [url for url in asked if not url.startswith(("file:", "about:", "blob:"))] == []
 
 
-def test_a_drafter_pays_only_over_the_fastest_plain_decoding(page, tmp_path):
+def test_a_drafter_pays_only_if_faster_than_the_fastest_plain_decoding(page, tmp_path):
     explorer.write_page(SHIPPED, tmp_path / "page.html")
     page.goto((tmp_path / "page.html").as_uri())
     assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"
@@ -169,7 +169,7 @@ def test_a_drafter_pays_only_over_the_fastest_plain_decoding(page, tmp_path):
 
 
 def use_machine(page, folder, name, **fields) -> None:
-    """Drop a row of `specnb bench` on the page."""
+    """Load a row of `specnb bench` into the page."""
     row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "busy": False}
     (folder / name).write_text(json.dumps(row | fields))
     page.locator("#file").set_input_files(folder / name)

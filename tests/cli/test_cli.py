@@ -1,4 +1,4 @@
-"""The command line: exit codes, one line for a mistake, one JSON document on stdout, words to parameters."""
+"""The command line: exit codes, one-line errors, JSON on stdout, and parameters."""
 
 import io
 import json
@@ -26,13 +26,13 @@ HELP = "--help", "--help-all"
 
 
 def is_mistake(result, *parts):
-    """Exit code 2, nothing on stdout, one line on stderr that holds `parts`."""
+    """Require exit code 2, an empty stdout, and one line on stderr that contains `parts`."""
     code, out, err = result
     assert code == 2 and out == "" and err.startswith("specnb: ") and err.count("\n") == 1 and err.endswith("\n"), err
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
-def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb, monkeypatch):
+def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "llama.cpp: refuses: add_bos True and False" in out
@@ -45,7 +45,7 @@ def test_a_pair_is_judged_with_its_findings_and_more_models_make_a_matrix(specnb
 
 
 @pytest.mark.model
-def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
+def test_describe_reports_whether_a_model_opens_and_its_drafters(specnb):
     facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
     assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == ("yes", "llama.cpp", "attention", 30)
     assert facts["certificate"] and facts["weights"].startswith("of the shipped q4_1 file; KL")
@@ -55,8 +55,8 @@ def test_a_model_is_described_with_what_opens_and_what_drafts_for_it(specnb):
 
 
 @pytest.mark.parametrize("widest", [9, 64])
-def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(specnb, tiny, monkeypatch, widest):
-    specnb("describe", "--certify", tiny)  # opening it probes and keeps the answer, which has to be the true one
+def test_certify_prints_a_certificate_and_exits_with_one_if_it_is_below_64(specnb, tiny, monkeypatch, widest):
+    specnb("describe", "--certify", tiny)  # opening it probes and caches the certificate, which must be the true one
     monkeypatch.setattr("specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths)))
     code, out, _ = specnb("describe", "--certify", tiny, "--json")
     found = json.loads(out)
@@ -66,7 +66,7 @@ def test_a_certificate_is_printed_and_the_exit_code_says_whether_it_reaches_64(s
 
 @pytest.fixture
 def models(open_with):
-    """Toys in place of real models."""
+    """Open toys instead of real models."""
     open_with(lambda name, **options: toy.cyclic(5))
 
 
@@ -84,12 +84,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED.items())
-def test_a_mistake_is_refused_before_a_model_is_loaded(specnb, monkeypatch, words, parts):
+def test_an_invalid_option_is_refused_before_a_model_is_loaded(specnb, monkeypatch, words, parts):
     monkeypatch.setattr("specnb.draft.load.load", lambda name: pytest.fail("loaded"))
     is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
 
 
-def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(specnb, models, monkeypatch):
+def test_a_terminal_shows_accepted_draft_tokens_in_green(specnb, models, monkeypatch):
     words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "6"]
     piped = specnb(*words)[1]
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -99,7 +99,7 @@ def test_a_terminal_shows_the_text_as_it_comes_and_accepted_drafts_in_green(spec
     assert re.sub(r"\x1b\[\d+m", "", shown).startswith("cdeabc\n") and green == [*"cdeb"]
 
 
-def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb, models, idle):
+def test_generate_with_a_baseline_prints_one_document_with_record_fields(specnb, models, idle):
     words = ["--target", "five", "--draft", "draft", "--k", "3", "--prompt", "ab", "--max-new-tokens", "10"]
     code, out, err = specnb("generate", *words, "--baseline", "--json")
     document = json.loads(out)
@@ -111,7 +111,7 @@ def test_generate_with_a_baseline_is_one_document_with_the_records_names(specnb,
     assert summary["acceptance_rate"] == 1.0 and summary["n_tokens"] == 10
 
 
-def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, models):
+def test_generate_prints_one_sentence_on_speed_and_the_numbers_with_v(specnb, models):
     words = ["generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens", "10"]
     out = specnb(*words)[1]
     assert out.count(" times as fast") == 1 and "7 of 7" in out and "tokens per s" not in out
@@ -120,7 +120,7 @@ def test_generate_prints_one_speed_in_a_sentence_and_its_numbers_with_v(specnb, 
 
 @pytest.fixture
 def idle(monkeypatch):
-    """No other process is busy."""
+    """Report that no other process is busy."""
     monkeypatch.setattr(doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", ""))
 
 
@@ -129,7 +129,7 @@ TIMING = ["generate x --baseline --target absent.gguf", "bench absent.gguf", "be
 
 
 @pytest.mark.parametrize("words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"])
-def test_every_timing_command_says_at_its_start_that_the_machine_is_busy(specnb, monkeypatch, words):
+def test_every_timing_command_warns_first_that_the_machine_is_busy(specnb, monkeypatch, words):
     busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
     monkeypatch.setattr(doctor, "check_load", lambda: busy)
     code, out, err = specnb(*words.split())
@@ -161,7 +161,10 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream
 
 @pytest.fixture
 def lab(specnb, monkeypatch, tmp_path):
-    """A checkout of two notebooks; runs `specnb lab` with some words: the words of Jupyter, the folder, and stderr."""
+    """Return a function that runs `specnb lab` in a checkout of two notebooks.
+
+    It returns Jupyter's arguments, the folder and stderr.
+    """
     for path, text in {"notebooks/00_a.ipynb": "a", "notebooks/01_b.ipynb": "b", "figures/f.html": "f"}.items():
         write_atomic(tmp_path / path, text.encode())
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
@@ -178,7 +181,7 @@ def lab(specnb, monkeypatch, tmp_path):
     return run
 
 
-def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab):
+def test_lab_passes_options_on_and_opens_a_folder_with_working_links(lab):
     options = ["--allow-root", "--no-browser", "--port", "8888"]
     for words, name in (([], "00_a"), (["01"], "01_b"), (options, "00_a"), (["01", *options], "01_b")):
         command, root, err = lab(*words)
@@ -188,7 +191,7 @@ def test_lab_passes_options_on_and_opens_a_folder_where_links_lead_somewhere(lab
         assert (root / "notebooks/01_b.ipynb").read_text() == "b"
 
 
-def test_lab_never_replaces_a_copy_and_names_one_that_is_older_than_its_notebook(lab, tmp_path):
+def test_lab_never_replaces_a_copy_and_warns_of_an_outdated_one(lab, tmp_path):
     _, root, _ = lab()
     copy = root / "notebooks/00_a.ipynb"
     copy.write_text("mine")
@@ -201,7 +204,7 @@ def test_lab_never_replaces_a_copy_and_names_one_that_is_older_than_its_notebook
     assert lab()[2] == "" and copy.read_text() == "new"
 
 
-def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_with, monkeypatch):
+def test_control_sequences_and_unencodable_characters_are_escaped(specnb, open_with, monkeypatch):
     hostile = toy.ToyLM(toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x")))
     open_with(lambda name: hostile)
     words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
@@ -215,7 +218,7 @@ def test_what_a_terminal_cannot_show_or_would_obey_is_written_out(specnb, open_w
 
 @pytest.fixture
 def runs(monkeypatch, tmp_path):
-    """Stands for the engine: notes what is run with which parameters; notebooks named bad* fail."""
+    """Replace the engine; return the list of runs with parameters. Notebooks named bad* fail."""
     noted = []
 
     def run_notebook(path, params, **options):
@@ -239,19 +242,19 @@ def runs(monkeypatch, tmp_path):
     (["-p", "target", ""], {"target": ""}),
     ([], {}),
 ])  # fmt: skip
-def test_parameters_are_two_words_or_one_before_or_after_the_name(specnb, runs, words, params):
+def test_parameters_are_one_or_two_words_before_or_after_the_name(specnb, runs, words, params):
     for line in (["01_a", *words], [*words, "01_a"]):
         assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
-def test_no_name_runs_all_in_order_and_wrong_parameters_run_nothing(specnb, runs):
+def test_no_name_runs_all_in_order_and_invalid_parameters_run_nothing(specnb, runs):
     for words in (["-p", "ks"], ["-p", "ks", "1", "-p", "ks=2"]):
         is_mistake(specnb("run", "01_a", *words), "'ks'")
     is_mistake(specnb("run", "-p", "k", "1"), "-p is for one notebook, but 2 are to run")
     assert runs == [] and specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
 
 
-def test_one_failure_is_exit_code_one_and_the_others_are_still_run(specnb, runs, idle):
+def test_one_failure_gives_exit_code_one_and_the_others_still_run(specnb, runs, idle):
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
     assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
     assert err.splitlines() == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
@@ -277,9 +280,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize(("columns", "rows", "left_out"), TABLES.values(), ids=TABLES)
-def test_a_narrow_table_folds_no_first_column_and_names_what_it_leaves_out(
-    capsys, monkeypatch, columns, rows, left_out
-):
+def test_a_narrow_table_keeps_the_first_column_and_names_omitted_columns(capsys, monkeypatch, columns, rows, left_out):
     monkeypatch.setenv("COLUMNS", "80")
     show.print_table("title [b]", columns, rows)
     title, *lines = capsys.readouterr().out.splitlines()
@@ -290,20 +291,18 @@ def test_a_narrow_table_folds_no_first_column_and_names_what_it_leaves_out(
 
 
 @pytest.mark.parametrize("old", MOVED)
-def test_a_command_of_an_earlier_version_names_what_replaces_it(specnb, old):
+def test_a_command_of_an_earlier_version_names_its_replacement(specnb, old):
     is_mistake(specnb(*old.split(), "x"), f"specnb {MOVED[old]}")
 
 
 @pytest.mark.parametrize("words", ["lookup suffix --row r", "--row r", "d --page p --heads-checkpoint h", "--page p",
                                    "lookup --row r --categories code"])  # fmt: skip
-def test_what_a_benchmark_cannot_write_is_refused_before_it_measures(specnb, idle, monkeypatch, words):
+def test_unsupported_output_options_are_refused_before_measuring(specnb, idle, monkeypatch, words):
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
     is_mistake(specnb("bench", "absent.gguf", *words.split()), words[words.index("--") :].split()[0])
 
 
-def test_a_benchmark_of_some_prompts_is_one_document_and_without_a_drafter_shows_forward_passes(
-    specnb, idle, monkeypatch, tmp_path
-):
+def test_bench_prints_one_document_and_forward_passes_without_a_drafter(specnb, idle, monkeypatch, tmp_path):
     monkeypatch.setattr("specnb.measure.machines.RATES", {"n_prompt": 4, "n_gen": 2, "repeats": 1})
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: toy.cyclic(5))
     mine = [json.dumps({"id": f"p{i}", "category": "mine", "text": "ab"}) for i in range(2)]
@@ -334,7 +333,7 @@ def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok,
     assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
 
 
-def test_another_engines_log_is_answered_for_a_machine(specnb):
+def test_the_log_of_another_engine_is_judged_for_a_machine(specnb):
     words = ("results", "--from", "data/logs/sglang.json", "--t8", "1.1")
     document = json.loads(specnb(*words, "--json")[1])
     assert document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
@@ -342,7 +341,7 @@ def test_another_engines_log_is_answered_for_a_machine(specnb):
     assert "one request: no verdict" in specnb(*words)[1]
 
 
-def test_unknown_words_show_the_usage_and_exit_with_two_in_the_commands_of_features_too(specnb, idle):
+def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb, idle):
     for words in ("generat", "generate --targett x", "models --get", "generate x --max-new-tokens 0"):
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output

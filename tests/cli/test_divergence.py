@@ -1,4 +1,4 @@
-"""`specnb divergence` and `check` of a pair; and the triage that `generate` and a sweep call."""
+"""`specnb divergence`, `check` of a pair, and the triage of `generate`."""
 
 import json
 import sys
@@ -16,8 +16,7 @@ from tests.tiny_models import llama_gguf
 
 SIZE = 300
 SHORT = ("--tokens", "18", "--prompt-tokens", "14")
-"""What a run costs is its number of feeds; the length that the command has by itself is that of the
-first test."""
+"""A short text, because each token fed costs time; the first test uses the default length."""
 
 
 @pytest.fixture
@@ -64,7 +63,7 @@ def crashes(draft, neighbour):
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
-    """`my_service.py` in the current directory, forgotten afterwards."""
+    """Write modules to the current directory, and unload them afterwards."""
     (tmp_path / "my_service.py").write_text(SERVICE)
     (tmp_path / "broken.py").write_text("import my_service\nimport nothing_like_it\n")
     monkeypatch.chdir(tmp_path)
@@ -74,7 +73,7 @@ def service(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(investigate, service):
+def test_a_users_service_in_the_current_directory_is_used_and_may_print(investigate, service):
     code, out, err = investigate(*SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json")
     assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY" and "so it may" in err
 
@@ -92,19 +91,19 @@ def test_a_service_of_the_users_is_found_in_the_current_directory_and_may_print(
         ("--fault expert_scale --layer 9", 2, "layer 9"),
         ("--draft no-such-model", 125, "no-such-model"),
         ("--deploy nothing_like_it:deploy", 125, "ModuleNotFoundError"),
-        # Python's own exit code for it is 1: git would take every commit of a broken build for the
-        # bad one
+        # Python's own exit code would be 1, and `git bisect` would call every commit with a broken
+        # build bad.
         ("--deploy my_service:crashes --setups S0", 125, "ZeroDivisionError: in the kernel"),
     ],
 )
-def test_wrong_words_and_what_cannot_be_judged_are_one_line_and_no_verdict(investigate, service, words, code, value):
+def test_invalid_options_and_failures_are_one_line_and_give_no_verdict(investigate, service, words, code, value):
     got, out, err = investigate(*SHORT, *words.split())
     assert got == code and out == "" and [value in line for line in errors(err)] == [True]
     assert ("Traceback" in err) == ("crashes" in words)
 
 
-def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, monkeypatch):
-    """Of a GGUF file torch judges other code than llama.cpp runs, and says so."""
+def test_users_models_are_opened_in_torch(investigate, tiny, tmp_path, monkeypatch):
+    """For a GGUF file, torch runs other code than llama.cpp; the command says so."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     draft = str(llama_gguf(tmp_path / "draft.gguf"))
     code, out, err = investigate(*SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json")
@@ -118,7 +117,7 @@ def test_models_of_the_users_are_opened_in_torch(investigate, tiny, tmp_path, mo
 # --- check, audit, faults ---------------------------------------------------------------------------------------
 
 
-def test_a_pair_is_checked_and_what_is_wrong_is_named(specnb, tiny, monkeypatch):
+def test_a_pair_is_checked_and_a_failure_is_named(specnb, tiny, monkeypatch):
     code, out, _ = specnb("check", tiny, tiny, "--json")
     verdicts = {check["check"]: check["verdict"] for check in json.loads(out)}
     assert code == 0 and verdicts["purity"] == verdicts["recurrence"] == "ok"
@@ -130,7 +129,7 @@ def test_a_pair_is_checked_and_what_is_wrong_is_named(specnb, tiny, monkeypatch)
 
 @pytest.fixture
 def audit(specnb, open_with):
-    """`specnb divergence audit` with toys that know all the letters of the shipped prompts."""
+    """Run `specnb divergence audit` with toys that can encode the shipped prompts."""
     toys = dict(zip(("target", "draft"), related(0), strict=True))
 
     def load(name, **_options):
@@ -144,7 +143,7 @@ def audit(specnb, open_with):
     return partial(specnb, "divergence", "audit", "--target", "target")
 
 
-def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
+def test_an_audit_is_sound_or_inconclusive_or_names_the_fault(audit, tmp_path):
     code, out, _ = audit("--draft", "draft", "--prompts", "10")
     assert code == 0 and out.startswith("sound: ") and all(name in out for name in STATISTICS)
     code, out, _ = audit("--draft", "draft", "--prompts", "1", "--json")
@@ -158,7 +157,7 @@ def test_an_audit_says_sound_or_inconclusive_or_what_is_wrong(audit, tmp_path):
 
 
 @pytest.mark.parametrize(("output", "verdict", "code"), [([1, 2, 3], "identical", 0), ([1, 3, 4], "hard", 1)])
-def test_foreign_texts_are_judged(specnb, monkeypatch, tmp_path, output, verdict, code):
+def test_texts_of_another_engine_are_judged(specnb, monkeypatch, tmp_path, output, verdict, code):
     monkeypatch.setattr("specnb.lm.load.load", lambda name: toy.cyclic(5))
     file = tmp_path / "texts.jsonl"
     file.write_text(json.dumps({"prompt": [0], "output": output}))
@@ -177,13 +176,12 @@ def test_every_planted_fault_is_listed_with_its_options(specnb):
     assert rows["expert_scale"]["options"]["eps"] == 0.02 and rows["uniform_offset"]["first"] is None
 
 
-# --- triage by itself -----------------------------------------------------------------------------
+# --- triage ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def generate(specnb, open_with):
-    """`specnb generate` with toys: a target, a drafter that is the target, and one of other
-    rules."""
+    """Run `specnb generate` with toys: a target, an identical draft, and a different one."""
     seeds = {"target": 1, "same": 1, "other": 2}
     open_with(lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
     words = ["generate", "--target", "target", "--prompt", "a", "--k", "4", "--max-new-tokens", "150", "--ignore-eog"]
@@ -191,7 +189,7 @@ def generate(specnb, open_with):
 
 
 @pytest.mark.parametrize("words", ["--draft other", "--draft same --baseline", "--drafter lookup", ""])
-def test_a_draft_that_is_never_kept_is_told_in_one_line_and_a_sound_one_is_not_remarked_upon(generate, words):
+def test_a_draft_that_is_never_accepted_is_reported_in_one_line(generate, words):
     code, out, err = generate(*words.split(), "--json")
     triage = json.loads(out)["triage"]
     remarks = [line for line in errors(err) if "busy" not in line]  # about the machine, not the draft

@@ -22,7 +22,7 @@ IDS = [[4, 9, 6, 7, 8], [11], [5, 10]]
 
 @pytest.fixture
 def write(specnb, tmp_path):
-    """Run `capture` into a folder of this name: the document that it prints."""
+    """Return a function that captures into a folder and returns the printed document."""
 
     def written(name, *words):
         code, out, err = specnb("divergence", "capture", *words, "--out", str(tmp_path / name), "--json")
@@ -43,7 +43,7 @@ def steps(folder):
     return [(step["first_position"], step["token_ids"]) for step in ModuleTrace.load(folder).facts["steps"]]
 
 
-def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, write, tmp_path, monkeypatch):
+def test_two_captures_of_a_gguf_file_are_compared_by_the_suggested_commands(specnb, write, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     file = str(llama_gguf(tmp_path / "llama.gguf"))
     first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
@@ -61,7 +61,7 @@ def test_two_captures_of_a_gguf_file_are_compared_as_the_first_says(specnb, writ
     assert code == 0 and out.startswith("SOUND: ")
 
 
-def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write, tiny, ids_file, tmp_path):
+def test_captured_tokens_are_fed_again_in_blocks_and_with_rollbacks(write, tiny, ids_file, tmp_path):
     write("a", tiny, "--tokens", ids_file)
     assert steps(tmp_path / "a") == [(0, IDS[0]), (5, IDS[1]), (6, IDS[2])]
     write("b", tiny, "--tokens", ids_file, "--width", "3")
@@ -83,7 +83,7 @@ def test_what_was_fed_is_fed_again_in_blocks_and_with_what_was_taken_back(write,
     (["--tokens", "ids"], "1 2\n3 x4", "line 2"),
     (["--tokens", "ids"], "1 99", "99"),
 ])  # fmt: skip
-def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path, monkeypatch, words, ids, value):
+def test_invalid_options_are_one_line_and_leave_no_files(specnb, tiny, tmp_path, monkeypatch, words, ids, value):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids").write_text(ids)
     code, out, err = specnb("divergence", "capture", tiny, "--out", "out", *words)
@@ -97,8 +97,8 @@ def test_wrong_words_are_one_line_and_leave_nothing(specnb, tiny, tmp_path, monk
 
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory):
-    """Traces of a tiny model: two alike, one with a random head, and that one as an engine writes
-    it that wraps it."""
+    """Return folders of traces of a tiny model: two equal ones, one with a random head, and the
+    latter with the module paths of an engine that wraps it."""
     model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
     script = random_script(model, tokens=18, prompt=14)
     for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
@@ -128,9 +128,9 @@ def compared(specnb, traces):
         (["a", "engine"], 125, "--rename OLD=NEW"),
         (["a", "b", "--rename", "engine"], 2, "engine"),
         (["a", "b", "--rename", "(=x"], 2, "("),
-        (["a", "b", "--rename", r"layers\.\d=layers"], 125, "layers"),  # two modules of one name
+        (["a", "b", "--rename", r"layers\.\d=layers"], 125, "layers"),  # two modules get the same name
     ],
 )
-def test_traces_are_compared_by_their_folders_and_paths_are_renamed(compared, words, code, value):
+def test_traces_are_compared_by_folder_and_module_paths_can_be_renamed(compared, words, code, value):
     got, out, err = compared(*words)
     assert got == code and (out.startswith(value) if code < 2 else out == "" and value in errors(err)[0])

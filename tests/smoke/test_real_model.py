@@ -1,4 +1,4 @@
-"""The real model in each engine, opened once: what a user does first works, and is exact."""
+"""The real model in each engine, opened once: a user's first steps work and are exact."""
 
 import pytest
 
@@ -13,7 +13,7 @@ SETTINGS = {"max_new_tokens": 24, "ignore_eog": True}
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_speculative_output_is_that_of_plain_decoding(opened, name):
+def test_speculative_output_equals_plain_decoding(opened, name):
     target = opened(name)
     plain = specnb.generate(target, PROMPT, **SETTINGS)
     model = specnb.ModelDrafter(opened("smollm2-135m:q4_0"))
@@ -25,7 +25,7 @@ def test_speculative_output_is_that_of_plain_decoding(opened, name):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_sampling_with_one_seed_repeats(opened, name):
+def test_sampling_with_the_same_seed_is_reproducible(opened, name):
     settings = SETTINGS | {"temperature": 0.8, "seed": 5, "drafter": specnb.LookupDrafter()}
     first, second = (specnb.generate(opened(name), PROMPT, **settings) for _ in range(2))
     assert first.token_ids == second.token_ids and first.text == second.text

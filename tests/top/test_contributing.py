@@ -27,7 +27,7 @@ def test_contributing_is_one_page_and_its_links_and_make_targets_exist():
     assert (links, lines) == (set(), set()) and len(PAGE.splitlines()) <= 100
 
 
-def test_requirements_are_pinned_within_the_projects_ranges_in_separate_files_for_users_and_developers():
+def test_pinned_requirements_are_within_ranges_and_separate_for_developers():
     files = [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "requirements-dev.txt")]
     users, developers = (dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)) for text in files)
     extras = PROJECT["project"]["optional-dependencies"]

@@ -38,7 +38,7 @@ def git(folder: Path, *words: str) -> str:
     return done.stdout.strip()
 
 
-def test_git_state_is_the_projects_commit_and_whether_files_outside_figures_and_results_changed(tmp_path):
+def test_git_state_has_commit_and_changes_outside_figures_and_results(tmp_path):
     for folder in ("figures", "results"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "new.svg").write_text("x")

@@ -74,7 +74,7 @@ def test_any_record_is_loaded_exactly_as_saved(tmp_path_factory, generations, pa
 
 
 def older_record(record, folder, column) -> Path:
-    """Write a record as version 0.1 did, with its rounds in a file of their own, without this column."""
+    """Write a record as version 0.1 did, with rounds in a separate file, without this column."""
     folder.mkdir(parents=True)
     document = json.loads(record.model_dump_json()) | {"rounds_parquet": {"sha256": ""}}
     for generation in document["generations"]:
@@ -85,7 +85,7 @@ def older_record(record, folder, column) -> Path:
     return folder
 
 
-def test_trees_are_loaded_and_so_are_older_records_without_trees(rich, tmp_path):
+def test_records_with_trees_and_older_ones_without_are_loaded(rich, tmp_path):
     new = record_of(generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1))))
     old = older_record(rich, tmp_path / "old", "parents")
     assert store.load_record(store.save(new, tmp_path / "new")) == new and store.load_record(old) == rich
@@ -168,7 +168,7 @@ def test_a_damaged_record_is_refused_with_its_file_and_left_out_of_queries_with_
 
 
 def test_a_query_covers_every_record(rich, tmp_path):
-    results = tmp_path / "re*ults [1]"  # no pattern
+    results = tmp_path / "re*ults [1]"  # not a glob pattern
     elsewhere = WHEN.astimezone(timezone(timedelta(hours=2)))
     store.save(record_of(run_id="empty", experiment="other", status="failed", error="x", started=elsewhere), results)
     for folder in (results, tmp_path / "results 1", results / ".ipynb_checkpoints"):
@@ -184,7 +184,7 @@ def test_a_query_covers_every_record(rich, tmp_path):
     assert {name: row[name] for name in expected} == expected and list(row["draft_ids"]) == [7]
 
 
-def test_a_query_reaches_no_files_and_an_invalid_one_is_an_error(rich, tmp_path):
+def test_a_query_cannot_access_files_and_an_invalid_one_is_an_error(rich, tmp_path):
     store.save(rich, tmp_path / "results")
     (tmp_path / "private").write_text("text")
     reaching = (f"from read_text('{tmp_path}/private')", f"copy runs to '{tmp_path}/copy'", f"attach '{tmp_path}/copy'")

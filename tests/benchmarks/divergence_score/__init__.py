@@ -1,1 +1,1 @@
-"""Score the lab, and the tools that people use instead, on planted faults and harmless changes."""
+"""Score the lab, and common manual methods, on planted faults and harmless changes."""

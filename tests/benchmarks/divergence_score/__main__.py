@@ -1,10 +1,10 @@
-"""Plant every fault, and count how often the lab and the tools that people use instead find it.
+"""Plant every fault, and count how often the lab and common manual methods find it.
 
 The whole grid takes hours:
 
     python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 --out data/divergence/score.parquet
 
-Every fault and control once, and what differs from the stored score, in some ten minutes:
+Every fault and control once, compared with the stored score, takes about ten minutes:
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.divergence_score --quick
 """

@@ -1,7 +1,7 @@
 """False-alarm controls: real runs in which nothing is wrong, so that no module may be named.
 
 Sound runs differ in many ways: block sizes, batches, kernels, cache slots, dtype. A tool that names
-a module in one of these sends people looking for days where there is no fault.
+a module in one of them costs its users days of search for a fault that does not exist.
 """
 
 import copy
@@ -29,9 +29,9 @@ from tests.benchmarks.divergence_score.grid import Subject, lab_row, others
 from tests.benchmarks.divergence_score.rows import NOTHING
 
 ROWS = 3
-"""Equal rows of the batch."""
+"""Number of equal rows in the batch."""
 BLOCK_SIZE, POOL_BLOCKS = 16, 64
-"""Positions of a block; blocks of a layer's pool of slots, which caches of several models share."""
+"""Positions per block; blocks in a layer's pool of slots, which caches of several models share."""
 
 
 class Ran(NamedTuple):
@@ -46,7 +46,7 @@ Control = Callable[[Subject], Ran]
 
 
 def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
-    """The rows of one control."""
+    """Return the rows of one control."""
     ran = CONTROLS[name](subject)
     told = [ran.told, *others(ran.run, ran.lab)]
     return [subject.row("control", name, expected=NOTHING, expected_cause="PRECISION_ONLY", **one) for one in told]
@@ -59,17 +59,17 @@ def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None
 
 
 def _served(service: Deploy) -> Control:
-    """The draft in that service, alone and beside the target."""
+    """Run the draft in this service, alone and next to the target."""
     return lambda subject: _judged(subject.lab, service)
 
 
 def _untouched(subject: Subject) -> Ran:
-    """Every set-up that is always run, with nothing in it."""
+    """Run every default set-up, unchanged."""
     return _judged(subject.lab, setups=None)
 
 
 def _width(width: int) -> Control:
-    """Fed in blocks of another width than the lab measured its floors with."""
+    """Feed blocks of another width than that of the lab's noise floors; 0: the whole text."""
 
     def control(subject: Subject) -> Ran:
         lab = copy.copy(subject.lab)
@@ -84,7 +84,7 @@ def _width(width: int) -> Control:
 
 
 def _batch(subject: Subject) -> Ran:
-    """ROWS equal rows in one forward; compared is the first of them."""
+    """Run ROWS equal rows in one forward pass, and compare the first."""
     lab, draft = subject.lab, subject.pair.draft
     with capture(draft, states=True) as builder:
         feed_script(_Rows(draft), lab.script)
@@ -102,7 +102,7 @@ def _told(wrong: pd.DataFrame) -> dict[str, Any]:
 
 
 class _Rows(nn.Module):
-    """Feeds its model ROWS times the same row."""
+    """Feed a model a batch of ROWS copies of a row."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def _first_row(trace: ModuleTrace) -> ModuleTrace:
 
 
 def _renamed(subject: Subject) -> Ran:
-    """The draft inside a wrapper, as engines hold it: other paths, the same modules."""
+    """Run the draft inside a wrapper, as engines do: other paths, the same modules."""
     lab = copy.copy(subject.lab)
     lab.draft = _Wrapped(subject.pair.draft)
     return _judged(lab)
@@ -150,8 +150,8 @@ def _ties(subject: Subject) -> Ran:
 def _against_float32(subject: Subject) -> Ran:
     """Compare a run with other kernels and sound runs, in the draft's dtype, with float32.
 
-    Replayed in float32, sound runs differ by the rounding of their dtype; so may the run, and no
-    more.
+    Sound runs, replayed in float32, differ by the rounding of their dtype. The run may differ as
+    much, but no more.
     """
     lab = copy.copy(subject.lab)
     lab.reference = copy_of(lab.reference).float()
@@ -159,17 +159,17 @@ def _against_float32(subject: Subject) -> Ran:
     return _judged(lab, experts_run("batched_mm"), ("S0",))
 
 
-# --- services that change how a draft runs and nothing that counts --------------------------------
+# --- services that change how a draft runs, with equivalent results -------------------------------
 
 
 def experts_run(implementation: str) -> Deploy:
-    """The draft's configuration asks for another implementation of experts."""
+    """Return a service that configures another implementation of experts."""
     return lambda draft, neighbour: swapped(draft.config, "_experts_implementation", implementation)
 
 
 @contextmanager
 def all_run(modules: Iterable[nn.Module], around: Callable[[nn.Module], Around]) -> Iterator[None]:
-    """Each of the modules runs what `around` makes for it."""
+    """Replace the forward pass of each module by what `around` returns for it."""
     with ExitStack() as planted:
         for module in modules:
             planted.enter_context(replace_forward(module, around(module)))
@@ -206,7 +206,7 @@ def _in_other_dtype(linear: nn.Linear) -> Around:
 def _from_slots(first_slot: int) -> Around:
     def run(original: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if cache is None:  # a neighbour that verifies without one
+        if cache is None:  # a neighbor that verifies without a cache
             return original(*args, **kwargs)
         update = cache.update
 
@@ -220,7 +220,7 @@ def _from_slots(first_slot: int) -> Around:
 
 
 def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
-    """Rows `(batch, heads, positions, size)` written to their slots and read back by position."""
+    """Write rows `(batch, heads, positions, size)` to their slots; return them read by position."""
     positions = torch.arange(rows.shape[-2])
     last_block = first_slot // BLOCK_SIZE + int(positions[-1]) // BLOCK_SIZE
     slots = (last_block - positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -231,7 +231,7 @@ def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
 
 @contextmanager
 def swapped(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set an attribute by `setattr`: properties, parameters and modules are no plain attributes."""
+    """Set an attribute temporarily; `setattr` also handles properties, parameters and modules."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -251,7 +251,7 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "slots from 336": _served(paged(336)),
         "experts in batched products": _served(experts_run("batched_mm")),
         "experts in grouped products": _served(experts_run("grouped_mm")),
-        # no forward reads it
+        # no forward pass reads it
         "other temperature": _served(lambda draft, _: swapped(draft.generation_config, "temperature", 0.3)),
         "renamed modules": _renamed,
         "exact ties": _ties,

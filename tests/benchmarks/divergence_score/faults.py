@@ -1,4 +1,4 @@
-"""The eleven faults that the scoring grid adds to those of the package, and all of them by name."""
+"""The eleven faults that the scoring grid adds to those of the package, and all faults by name."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,12 +31,12 @@ from specnb.divergence.faults.planting import (
     replaced,
 )
 
-# --- of a neighbor: its experts, its memory -------------------------------------------------------
+# --- faults through a neighbor: its experts, its memory -------------------------------------------
 
 
 @contextmanager
 def resolve_in_operation(fault: PlantedFault) -> Iterator[None]:
-    """Do as `resolve_by_position` in a custom operation: torch sees the activations only."""
+    """Do as `resolve_by_position`, in a custom operation: torch sees only the activations."""
     with ExitStack() as until:
         for bank, other in banks_by_position(fault):
             run = until.enter_context(_operation(bank, run_as(other)))
@@ -46,7 +46,7 @@ def resolve_in_operation(fault: PlantedFault) -> Iterator[None]:
 
 @contextmanager
 def _operation(bank: Module, around: Around) -> Iterator[Around]:
-    """Put `around` behind a custom operation with a kernel in Python, as engines hide theirs."""
+    """Run `around` in a custom operation with a Python kernel, as engines hide their kernels."""
 
     def kernel(arguments: list[Tensor]) -> Tensor:
         return around(None, *arguments)
@@ -70,8 +70,7 @@ def read_past_the_end(fault: PlantedFault, *, strength: float) -> Planting:
     operand that names its owner.
     """
     weight = next(iter(fault.other.parameters(recurse=False)))
-    # numpy reads past torch's dispatcher, as the stray load does: no operand shows whose memory it
-    # is.
+    # numpy bypasses torch's dispatcher, as the stray load does: no operand shows the owner.
     memory = weight.detach().cpu().contiguous().view(torch.uint8).flatten().numpy()
 
     def stray(original, *args, **kwargs):
@@ -82,7 +81,7 @@ def read_past_the_end(fault: PlantedFault, *, strength: float) -> Planting:
     return replace_forward(fault.module, stray)
 
 
-# --- of weights: scaled experts, experts in another order, a head that was never loaded -----------
+# --- faults in weights: scaled experts, another order of experts, a head that was never loaded ----
 
 
 def scale_in_operation(fault: PlantedFault, *, eps: float) -> Planting:
@@ -120,7 +119,7 @@ def draw_head(fault: PlantedFault, *, seed: int) -> Planting:
     return replaced(head, "_parameters", head._parameters | {"weight": fresh})
 
 
-# --- of the key/value cache: rows that others wrote, rows too many or too few ---------------------
+# --- faults in the key/value cache: rows that others wrote, too many or too few rows --------------
 
 
 def overwrite_row(fault: PlantedFault, *, position: int, after: int | None) -> Planting:
@@ -172,7 +171,7 @@ def crop_wrongly(fault: PlantedFault, *, rows: int) -> Planting:
 
 
 def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
-    """Give a layer, once of `before` positions, its `rows` up to `length`.
+    """Set a layer to its first `length` positions, from its `rows` at `before` positions.
 
     A sliding window must not have dropped them.
     """
@@ -182,7 +181,7 @@ def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
     layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
 
 
-# --- of what goes in ------------------------------------------------------------------------------
+# --- faults in the input --------------------------------------------------------------------------
 
 
 def feed_dummies(fault: PlantedFault, *, start: int, token: int) -> Planting:
@@ -193,7 +192,7 @@ def feed_dummies(fault: PlantedFault, *, start: int, token: int) -> Planting:
         ids = torch.where(positions_fed(arguments) < start, arguments["input_ids"], token)
         return (), arguments | {"input_ids": ids}
 
-    # Before all other hooks: whoever watches the model sees what it was really fed.
+    # Before all other hooks, so that observers see the actual input.
     return fault.draft.register_forward_pre_hook(feed, with_kwargs=True, prepend=True)
 
 

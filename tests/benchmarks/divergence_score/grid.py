@@ -65,7 +65,7 @@ class GridCase:
 def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]) -> list[GridCase]:
     """Return all cases of these faults and a text."""
     return [
-        # A case has the same options, whichever other cases run.
+        # The options of a case do not depend on the other cases.
         GridCase(name, layer, _options(name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])))
         for name in faults
         for layer in _layers(name, layers)
@@ -73,7 +73,7 @@ def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[
 
 
 def starts(fault: PlantedFault) -> int:
-    """Return the first position that can be wrong; of a fault that waits, where it first acted."""
+    """Return the first position that can be wrong; if the fault waits, where it first acted."""
     begin, end = fault.tokens[0]
     return max(begin, min(fault.struck, default=0)) if end is None else begin
 
@@ -102,7 +102,7 @@ class Subject:
         return Lab(self.pair.draft, self.pair.target, script=script_of(self.seed, size))
 
     def row(self, kind: str, name: str, layer: int | None = None, **more: Any) -> dict[str, Any]:
-        """Return a row; columns without a value are those of a tool that names nothing."""
+        """Return a row; missing columns get the values of a tool that names nothing."""
         shared = {"kind": kind, "name": name, "layer": -1 if layer is None else layer}
         empty = {"tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
                  "expected": NOTHING, "position": -1, "token": False, "exact": False, "cause": NOTHING,

@@ -17,9 +17,9 @@ NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score
 
 
 def score_figure(document: dict) -> go.Figure:
-    """Draw how often each tool names the right module, with its interval, and how often it or a part of it.
+    """Draw how often each tool names the right module, and how often that or a part of it.
 
-    A tool is drawn with its best threshold.
+    The former has intervals. A tool is drawn with its best threshold.
     """
     table = pd.DataFrame(document["by_tool"])
     kinds = table["tool"].str.replace(r" x?[\d.]+%?$", "", regex=True)

@@ -1,4 +1,4 @@
-"""The raw table of a score: its columns, its file, and its sums.
+"""The raw table of a score: its columns and sums.
 
 One row is one tool on one run, so that every share can be checked against its runs.
 """
@@ -13,10 +13,10 @@ COLUMNS = [
     "kind", "name", "layer", "dtype", "seed", "tool", "against", "verdict", "structural", "module", "expected",
     "position", "token", "exact", "cause", "expected_cause", "rank", "seconds",
 ]  # fmt: skip
-"""`kind`: fault or control. `layer` -1: none. `tool` and what it compared `against`. `structural`:
-it named a module, `module`, where `expected` is right, at `position` (-1: it tells none); `token`:
-a position that the fault makes wrong, `exact`: the first of them. `rank`: place of the right cause
-(0: not ranked)."""
+"""`kind`: fault or control. `layer` -1: none. `against`: what the tool compared with. `structural`:
+the tool named a `module` (right is `expected`) at a `position` (-1: none). `token`: the fault makes
+that position wrong; `exact`: it is the first such position. `rank`: rank of the right cause (0: not
+ranked)."""
 
 
 def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
@@ -42,7 +42,7 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Count how often module, token and cause of faults were right, with 95 % Wilson intervals.
 
     Columns: n, then for each of module, near, token, exact, cause: its share, and `_low` and
-    `_high`. Tools that tell no tokens or causes have 0 there, for they named none.
+    `_high`. Tools that name no tokens or causes have 0 there.
     """
     faults = rows[rows["kind"] == "fault"]
     hits = {"module": right(faults), "near": near(faults), "token": faults["token"], "exact": faults["exact"],
@@ -59,7 +59,7 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
 
 
 def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
-    """Count for the controls, by some columns, how often a module was named though none is wrong.
+    """Count, for controls grouped by `by`, how often a module was named although none is wrong.
 
     Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more
     controls changed no bit, so that no tool could be wrong about them.

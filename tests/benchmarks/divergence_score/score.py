@@ -59,7 +59,7 @@ class Score:
         return both
 
     def by_fault(self) -> pd.DataFrame:
-        """Return one row per fault and dtype, of the lab."""
+        """Return the lab's shares of right answers, one row per fault and dtype."""
         return rows.shares(self.rows[self.rows["tool"] == LAB], ["name", "dtype"])
 
     def misses(self) -> pd.DataFrame:
@@ -119,7 +119,7 @@ def _run(parts: Sequence[Part], workers: int, progress: Progress) -> Iterator[tu
             text = f"{part.dtype}, seed {part.seed}"
             yield part, measured(part, lambda what, n=number, t=text: progress(n, len(parts), f"{t}: {what}"))
         return
-    # Fresh processes: a forked one has torch's threads, but none of them runs.
+    # Fresh processes: in a forked one, torch's threads do not run.
     with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         running = {pool.submit(measured, part): part for part in parts}
         for number, future in enumerate(as_completed(running)):

@@ -1,10 +1,9 @@
-"""The manual methods, on the same runs: compare module outputs, name the first that differs.
+"""The manual methods, on the same runs: compare module outputs and name the first that differs.
 
 The rules are those of the case's notes (mean and standard deviation), of msprobe (cosine), of
-torch.testing (allclose), and the first bit that differs. Each compares the run under suspicion with
-a sound one, forward pass by forward pass, and names the earliest module whose output differs, or
-the model itself if its inputs do. None of them sees inputs of modules, other set-ups or floors.
-Needs numpy only.
+torch.testing (allclose), and the first bit that differs. Each compares the suspect run with a sound
+one, forward pass by forward pass, and names the earliest module whose output differs, or the model
+itself if its inputs do. None of them uses inputs of modules, other set-ups or noise floors.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "
 """Relative tolerances of torch.testing.assert_close by dtype."""
 CLOSE_ABSOLUTE = MappingProxyType({"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5})
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
-"""Thresholds of mean and standard deviation: the notes have 1 %; others may do better."""
+"""Thresholds of mean and standard deviation: the notes use 1 %; others may do better."""
 LOOSER = (1, 10, 100)
 """Factors on the tolerances of allclose, which are tight for bfloat16; 0: the first bit."""
 COSINES = (0.99, 0.999)
@@ -30,11 +29,11 @@ COSINES = (0.99, 0.999)
 
 
 def differences(run: Alignment, sound: Alignment, dtype: str) -> pd.DataFrame:
-    """One row for each forward and output that both runs have, first in time first.
+    """Return a row for each forward pass and output that both runs have, in order of time.
 
-    Columns: feed, module, `moved` (distance of the means, in standard deviations), `spread` (relative
-    distance of the standard deviations), `cosine`, and `close x0`, `close x1`, …: the first
-    position that is not close by so many tolerances, -1: all are.
+    Columns: feed, order, module, `moved` (distance of the means, in standard deviations), `spread`
+    (relative distance of the standard deviations), `cosine`, and `close x0`, `close x1`, …: the
+    first position that is not within that many tolerances (-1: none).
     """
     rows = []
     for order, (key, (theirs, *_)) in enumerate(run.whole.items()):
@@ -70,17 +69,17 @@ def _relative(difference: float, scale: float) -> float:
 
 
 Rule = Callable[[pd.DataFrame], pd.Series]
-"""Which rows of `differences` it calls different."""
+"""Marks the rows of `differences` that count as different."""
 
 
 TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
     {"first other bit": "close x0"} | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
 )
-"""The rules that tell a token, by name, and the column that has it."""
+"""The rules that name a token, with the column of its position."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
-    # said as "not within", so that NaN differs
+    # "not within", so that NaN counts as different
     {f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1) for n in SHARES}
     | {f"cosine {least}": lambda rows, least=least: ~(rows["cosine"] >= least) for least in COSINES}
     | {name: lambda rows, column=column: rows[column] >= 0 for name, column in TELLS_TOKEN.items()}
@@ -89,8 +88,8 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 
 
 def pointed(tool: str, rows: pd.DataFrame) -> dict[str, Any]:
-    """The module of the first output that a rule of RULES calls different, and where the rule tells
-    tokens apart the first position (else -1); empty where it finds none."""
+    """Return the module of the first output that counts as different by a rule of RULES, and its
+    first position (-1 if the rule names no token); empty if none does."""
     found = rows[RULES[tool](rows)]
     if found.empty:
         return {}
