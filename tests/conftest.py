@@ -1,4 +1,4 @@
-"""Shared by all tests: results go to a temporary folder, and each model is opened once a session."""
+"""Fixtures for all tests: results go to a temporary folder, and opened models are shared."""
 
 import os
 import shutil
@@ -12,8 +12,8 @@ import pytest
 if TYPE_CHECKING:
     from specnb.lm.base import LanguageModel
 
-# Threads that wait must sleep: beside another process, llama.cpp is ten times slower where they spin. Read when the
-# OpenMP library loads, so it stands before any import of an engine.
+# Waiting threads must sleep: if they spin, llama.cpp is ten times slower next to another process.
+# The OpenMP library reads the variable when loaded, so it is set before any engine is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 hypothesis.settings.register_profile("default", max_examples=25, deadline=None)
@@ -22,7 +22,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each worker of pytest-xdist a core of its own: engines take as many threads as they have cores."""
+    """Pin each pytest-xdist worker to one core: engines use as many threads as they have cores."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "")
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Kernels of notebook tests inherit the environment, so this holds for them too."""
+    """Redirect results to a temporary folder. Kernels of notebook tests inherit the variable."""
     base = tmp_path_factory.mktemp("written")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECNB_RESULTS", str(base / "results"))
@@ -40,7 +40,7 @@ def _own_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def opened() -> Iterator["Callable[[str], LanguageModel]"]:
-    """Real models by name, opened on first use; the last three stay open (each takes up to 0.6 GB)."""
+    """Open real models by name, once each; the last three stay open (each takes up to 0.6 GB)."""
     from specnb import load
 
     models: dict[str, LanguageModel] = {}
@@ -58,7 +58,7 @@ def opened() -> Iterator["Callable[[str], LanguageModel]"]:
 
 @pytest.fixture(scope="session")
 def divergence_lab():
-    """The lab that tests of the divergence lab share."""
+    """The lab shared by all tests of divergence."""
     from tests.divergence.lab import shared_lab
 
     return shared_lab()
@@ -66,7 +66,7 @@ def divergence_lab():
 
 @pytest.fixture
 def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
-    """Take a function in the place of `load`, wherever targets and drafters are opened by name."""
+    """Replace `load` by a function, wherever targets and drafters are opened by name."""
 
     def replace(load: Callable) -> None:
         monkeypatch.setattr("specnb.draft.load.checked_name", lambda name: None)
@@ -77,7 +77,7 @@ def open_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable], None]:
 
 
 def errors(err: str) -> list[str]:
-    """The lines on stderr that are no progress bar's."""
+    """Return the lines of stderr with a message of specnb, without progress bars."""
     return [line for line in err.replace("\r", "\n").splitlines() if line.startswith("specnb: ")]
 
 
@@ -91,7 +91,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command in this process: (exit code, stdout, stderr)."""
+    """Run a command in this process; returns (exit code, stdout, stderr)."""
 
     from specnb import cli
 

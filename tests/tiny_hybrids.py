@@ -1,6 +1,7 @@
-"""Tiny random hybrids, and an attention-only model beside them, as transformers folders with a trained tokenizer.
+"""Tiny random hybrid models, and one with attention only, as transformers folders with a tokenizer.
 
-Norms, gates and decays are far from where training starts, so that every change of a weight or of a state shows.
+Norms, gates and decays are far from their initialization, so that every change of a weight or of a
+state is detected.
 """
 
 from pathlib import Path
@@ -19,7 +20,7 @@ DECODER = BASE | {"intermediate_size": 96, "num_hidden_layers": 4, "num_attentio
 QWEN3 = DECODER | {"head_dim": 32, "tie_word_embeddings": True}
 QWEN = QWEN3 | {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-    # no "every n-th": the pattern itself must arrive
+    # not "every n-th layer", so that the pattern itself must be used
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
                         "mrope_section": [3, 3, 2], "mrope_interleaved": True},
@@ -37,7 +38,11 @@ MODELS = {
 
 
 def random_model(kind: str, config: dict):
-    """Norm weights around what the family calls one, decays from quick to slow, convolutions that look back."""
+    """Return a random model in which norms, decays and convolutions have an effect.
+
+    Norm weights vary around a factor of 1 (qwen3_5_text adds 1 to the weight), and decays from slow
+    to fast.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -62,7 +67,10 @@ def random_model(kind: str, config: dict):
 
 
 def byte_level(steps: list | None = None, *, all_bytes: bool = True, **options):
-    """A byte-level BPE tokenizer, trained; `steps` before ByteLevel, by default SmolLM's single digits."""
+    """Train a byte-level BPE tokenizer on CORPUS.
+
+    `steps` precede ByteLevel; by default, they split off single digits, as SmolLM does.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE(**options))
@@ -83,7 +91,7 @@ def save_tokenizer(tokenizer, folder: Path, **options) -> None:
 
 
 def hybrid_folder(path: Path, name: str, **config: object) -> Path:
-    """The model `name` of MODELS with its tokenizer, saved as transformers saves it."""
+    """Save the model `name` of MODELS and its tokenizer as a transformers folder; return `path`."""
     kind, known = MODELS[name]
     random_model(kind, known | config).save_pretrained(path)
     save_tokenizer(byte_level(), path)
@@ -91,4 +99,4 @@ def hybrid_folder(path: Path, name: str, **config: object) -> Path:
 
 
 GGUFS = {"qwen35-grouped.gguf": "snapshots", "lfm2.gguf": "snapshots", "mamba2.gguf": "fused"}
-"""What llama.cpp keeps of an architecture decides how it goes back: of Mamba-2 it keeps no snapshots."""
+"""The strategy of rollback=auto in llama.cpp, which has no snapshots for Mamba-2."""

@@ -1,4 +1,4 @@
-"""Tiny random models as files: the real engines open them in milliseconds, so units need no downloaded model."""
+"""Tiny random models. The engines open them in milliseconds, so unit tests need no download."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ BYTES = tuple(b"<0x%02X>" % i for i in range(256))
 
 
 def sentencepiece_tokens(*, all_bytes: bool = False) -> list[bytes]:
-    """Four control and byte tokens, the space mark, letters, and fillers up to VOCAB; or with all 256 byte tokens."""
+    """Return VOCAB tokens: control tokens, one byte token, the space mark, letters, and fillers.
+
+    With `all_bytes`, there are all 256 byte tokens, and 255 more tokens in total.
+    """
     plain = ["▁".encode(), *(bytes([97 + i]) for i in range(26))]
     start = [b"<unk>", b"<s>", b"</s>", *(BYTES if all_bytes else (b"<0x0A>",))]
     return start + plain + [b"t%d" % i for i in range(VOCAB - 4 - len(plain))]
@@ -48,7 +51,7 @@ ONE = np.ones(WIDTH, np.float32)
 
 
 def llama_gguf(path: Path, *, n_ctx: int = 64, seed: int = 0, vocab: bool = True, all_bytes: bool = False) -> Path:
-    """A llama of two layers, 4 heads over 2 key/value heads, float32."""
+    """Write a float32 llama model of two layers, with 4 heads over 2 key/value heads."""
     tokens = sentencepiece_tokens(all_bytes=all_bytes) if vocab else None
     made, size = _random(seed), len(tokens) if tokens else VOCAB
     tensors = {"token_embd.weight": made(size, WIDTH), "output_norm.weight": ONE, "output.weight": made(size, WIDTH)}
@@ -62,7 +65,7 @@ def llama_gguf(path: Path, *, n_ctx: int = 64, seed: int = 0, vocab: bool = True
 
 
 def mamba_gguf(path: Path, *, n_ctx: int = 64) -> Path:
-    """A Mamba of two layers: recurrent state, no attention."""
+    """Write a Mamba model of two layers: recurrent state, no attention."""
     made = _random(0)
     tensors = {"token_embd.weight": made(VOCAB, WIDTH), "output_norm.weight": ONE, "output.weight": made(VOCAB, WIDTH)}
     shapes = {"ssm_in.weight": (128, 32), "ssm_conv1d.weight": (64, 4), "ssm_conv1d.bias": (64,), "ssm_d": (64,)}
@@ -116,11 +119,14 @@ FAMILIES = {
     "jamba": {"num_hidden_layers": 4, "num_experts": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
               "use_mamba_kernels": False, "attn_layer_period": 2, "attn_layer_offset": 1},
 }  # fmt: skip
-"""What the small configuration of a family needs beyond TORCH_CONFIG."""
+"""Settings of small models by family, beyond TORCH_CONFIG."""
 
 
 def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
-    """A random transformers model of two layers; weights large enough for logits to depend on the whole past."""
+    """Return a small random transformers model.
+
+    Its weights are large enough for the logits to depend on the whole past.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -135,7 +141,7 @@ def torch_model(kind: str = "llama", *, seed: int = 0, **config: object):
 
 
 def hf_model(kind: str = "llama", *, seed: int = 0, n_ctx: int = 64, config: dict | None = None, **options: object):
-    """`torch_model` in the torch engine."""
+    """Return `torch_model` in the torch engine."""
     from specnb.lm.hf.model import HfModel
 
     net = torch_model(kind, seed=seed, max_position_embeddings=n_ctx, **config or {})
@@ -143,7 +149,7 @@ def hf_model(kind: str = "llama", *, seed: int = 0, n_ctx: int = 64, config: dic
 
 
 def torch_folder(path: Path, kind: str = "llama", **config: object) -> Path:
-    """`torch_model` saved as transformers saves it, without a tokenizer."""
+    """Save `torch_model` as a transformers folder without a tokenizer; return `path`."""
     from specnb.lm.hf.files import quiet
 
     with quiet():

@@ -1,4 +1,4 @@
-"""The cost-aware controller: what it does where speculation always, never and sometimes pays."""
+"""The cost-aware controller where speculation always, never or sometimes pays."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def recordings(drafter, seeds=range(4), n=120):
 
 
 def even(kept, top, n=200):
-    """A recording in which every draft is kept, or none, by a draft model that is always equally sure."""
+    """Return a recording in which all draft tokens are accepted, or none, at confidence `top`."""
     (base,) = recordings("other", seeds=[0], n=n)
     keep = tuple((kept,) * min(drafts, base.n_tokens - i) for i, drafts in enumerate(base.offered))
     return base._replace(keep=keep, beliefs=(top,) * base.n_tokens)
@@ -41,7 +41,7 @@ def hopeless(n=200):
     return even(0.0, 0.3, n)
 
 
-def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries():
+def test_expensive_wrong_drafts_are_only_tried_rarely():
     recording = hopeless(2000)
     control = cost_aware(DEAR)
     steps = walk_recording(recording, control)
@@ -51,7 +51,7 @@ def test_where_drafts_are_dear_and_wrong_it_decodes_plainly_but_for_rare_tries()
     assert TRY <= len(late) <= 0.02 * recording.n_tokens
 
 
-def test_it_starts_again_when_drafts_become_good():
+def test_drafting_resumes_when_draft_tokens_become_correct():
     control = cost_aware(FLAT, patience=8)
     perfect = even(1.0, 0.99)
     walk_recording(hopeless(), control)
@@ -61,8 +61,8 @@ def test_it_starts_again_when_drafts_become_good():
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "same"])
 @pytest.mark.parametrize("cost", [FLAT, DEAR, Cost.straight("middle", 1.8, 0.2)], ids=["flat", "dear", "middle"])
-def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
-    """On closed-form models; the bound for real texts stands in notebook 02."""
+def test_the_speed_is_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
+    """On closed-form models. Notebook 02 has the bound for real texts."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
     group = recordings(drafter)
     best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
@@ -70,7 +70,7 @@ def test_it_comes_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     assert best / sum(counts_of(r, walk_recording(r, control)).seconds(cost) for r in group) > 0.93
 
 
-def test_for_a_drafter_that_tells_nothing_k_is_the_best_by_position():
+def test_k_is_learned_by_position_if_the_drafter_reports_no_confidence():
     control = cost_aware(Cost.straight("middle", 2.5))
     for _ in range(60):
         k = control.draft_length()

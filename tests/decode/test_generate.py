@@ -1,4 +1,4 @@
-"""One prompt to one record: kinds of prompts, limits, rules, what is opened and closed, and the times in it."""
+"""From a prompt to its record: kinds of prompts, settings, opened models, and times."""
 
 import inspect
 from dataclasses import replace
@@ -29,7 +29,7 @@ def with_vocab(**changes):
 @pytest.mark.parametrize(
     "prompt", ["bcd", [1, 2, 3], np.array([1, 2, 3]), range(1, 4), iter([1, 2, 3])], ids=lambda p: type(p).__name__
 )
-def test_text_and_ids_are_the_same_prompt_and_one_of_the_collection_lends_its_name(prompt):
+def test_text_and_ids_are_equivalent_and_the_id_of_a_prompt_is_recorded(prompt):
     generation = generate(toy.cyclic(5), prompt, max_new_tokens=3)
     assert generation.prompt_ids == (1, 2, 3) and generation.token_ids == (4, 0, 1) and generation.text == "eab"
     assert all(type(i) is int for i in generation.prompt_ids)
@@ -46,8 +46,8 @@ class Adding(toy.ToyLM):
 
 @pytest.mark.parametrize("after", [[], [4], [4, 4]])
 @pytest.mark.parametrize("before", [[], [0]])
-def test_a_prompt_has_one_bos_and_ends_where_its_text_ends(before, after):
-    """A tokenizer may add EOS to a text, and a chat template BOS. A prompt goes on, so nothing follows it."""
+def test_a_chat_prompt_has_one_bos_and_no_eos_is_appended_to_prompts(before, after):
+    """A tokenizer may append EOS, but a prompt is continued. A chat template may write BOS."""
     model = with_vocab(chat_template=TEMPLATE, add_bos=bool(before))
     model.__class__ = Adding
     model.before = before
@@ -65,7 +65,7 @@ def test_a_prompt_has_one_bos_and_ends_where_its_text_ends(before, after):
     ("a\udcffb", r"'\\udcff'"), ("a!", "'!'"), ([0, 5], "5"), ([-1, 0], "-1"),
     ([{"role": "user", "content": "ab"}], "chat template"),
 ])  # fmt: skip
-def test_what_is_no_prompt_is_refused_with_its_value(prompt, named):
+def test_an_invalid_prompt_is_rejected_with_its_value(prompt, named):
     with pytest.raises(InputError, match=named):
         generate(with_vocab(bos=None), prompt)
 
@@ -78,13 +78,13 @@ def test_what_is_no_prompt_is_refused_with_its_value(prompt, named):
     ({"seed": 0.5}, "seed .*0.5"), ({"seed": -1}, "-1"), ({"stop": ["a", b"b"]}, "stop string .*b'b'"),
     ({"prompt": None}, "prompt .*None"), ({"prompt": [{"role": "user"}, 5]}, "prompt .*'user'"),
 ])  # fmt: skip
-def test_wrong_settings_are_refused_before_anything_is_loaded(settings, named, monkeypatch):
+def test_invalid_settings_are_rejected_before_a_model_is_loaded(settings, named, monkeypatch):
     monkeypatch.setattr(load_room, "load", lambda name: pytest.fail("a model was loaded"))
     with pytest.raises(InputError, match=named):
         generate("no-such-model", **({"prompt": "ab", "drafter": "lookup"} | settings))
 
 
-def test_none_is_the_default_of_every_setting_and_numbers_may_be_numpys():
+def test_none_is_the_default_of_all_settings_and_numbers_may_be_from_numpy():
     names = inspect.signature(generate).parameters.keys() - {"target", "prompt", "drafter"}
     run = partial(generate, toy.markov(5, seed=1), [0], drafter="lookup")
     times = {"wall_s", "prefill_s", "rounds"}
@@ -95,19 +95,19 @@ def test_none_is_the_default_of_every_setting_and_numbers_may_be_numpys():
 
 
 @pytest.mark.parametrize("drafter", [LookupDrafter, 5], ids=["class", "int"])
-def test_what_is_no_drafter_is_refused_with_its_type(drafter):
+def test_an_invalid_drafter_is_rejected_with_its_type(drafter):
     with pytest.raises(InputError, match=f"{type(drafter).__name__}.*DrafterBase"):
         generate(toy.cyclic(5), [0], drafter=drafter)
 
 
 @pytest.mark.parametrize(("settings", "ids", "text", "reason"), [
-    ({}, (2, 3, 4), "cd", "eog"),  # kept as an id, and not shown
+    ({}, (2, 3, 4), "cd", "eog"),  # EOG is in the ids, but not in the text
     ({"max_new_tokens": 6, "ignore_eog": True}, (2, 3, 4, 0, 1, 2), "cdabc", "length"),
     ({"max_new_tokens": 0}, (), "", "length"),
-    ({"stop": "da", "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),  # one string, not one for each letter
+    ({"stop": "da", "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),  # one stop string, not one per letter
     ({"stop": ("zz", "da"), "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),
 ])  # fmt: skip
-def test_where_ids_and_text_end(settings, ids, text, reason):
+def test_ids_and_text_end_at_eog_a_stop_string_or_the_maximum_length(settings, ids, text, reason):
     generation = generate(with_vocab(eog=frozenset({4})), "ab", drafter=ModelDrafter(toy.cyclic(5)), k=6, **settings)
     assert (generation.token_ids, generation.text, generation.stop_reason) == (ids, text, reason)
 
@@ -121,7 +121,7 @@ LOOKUP = "lookup(n=1..6,x4)"
     (LookupDrafter(), 1.0, "block", (LOOKUP, "block", 3, True)),
     (LookupDrafter(), 1.0, "typical", (LOOKUP, "typical", 3, False)),
 ])  # fmt: skip
-def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
+def test_the_record_has_the_settings_of_the_run(drafter, temperature, rule, recorded):
     target = toy.markov(5, seed=1)
     g = generate(target, [0], drafter=drafter, k=3, temperature=temperature, seed=9, max_new_tokens=4, rule=rule)
     assert (g.drafter, g.rule, g.k, g.lossless) == recorded
@@ -129,7 +129,7 @@ def test_the_record_says_what_was_run(drafter, temperature, rule, recorded):
     assert 0 < g.prefill_s < g.wall_s
 
 
-def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_recorded(monkeypatch):
+def test_models_opened_by_name_are_closed_and_a_fallback_is_recorded(monkeypatch):
     closed = []
     target = toy.cyclic(5)
     drafter = LookupDrafter()
@@ -150,8 +150,8 @@ def test_models_given_by_name_are_closed_also_after_an_error_and_a_fallback_is_r
     assert (alone.drafter, alone.k, alone.rule) == ("", 0, "")
 
 
-def test_a_stream_is_the_text_and_says_which_pieces_were_drafted():
-    """Pieces are halves of a character, too."""
+def test_a_stream_gives_the_text_and_marks_the_drafted_pieces():
+    """Some pieces are half a character."""
     pieces = (b"a", b"b\xc3", b"\xa9", b"c", b"")
     target = toy.ToyLM(toy.cyclic(5)._logits_of, Vocabulary(pieces, bos=0))
     stream = TextStream(target.vocab)

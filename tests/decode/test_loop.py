@@ -1,4 +1,4 @@
-"""The two loops: what a round asks for, records and leaves behind; context, odd drafters, errors, time; the end."""
+"""The two loops: forward passes, limits of drafting, invalid proposals, times, and the end."""
 
 from dataclasses import replace
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from specnb.lm.vocab import Vocabulary
 
 
 class Spy(LookupDrafter):
-    """Proposes what it is told to and keeps what it is asked."""
+    """Proposes the tokens of its rule, and records each requested K."""
 
     def __init__(self, rule=None):
         super().__init__()
@@ -38,8 +38,8 @@ def successors(size):
 
 
 @pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
-def test_n_tokens_take_a_prefill_of_the_whole_prompt_and_at_most_n_minus_one_forwards(drafter):
-    """The prompt's last token is not fed a second time: transformers and llama.cpp save this step as well."""
+def test_n_tokens_take_one_prefill_and_at_most_n_minus_1_forward_passes(drafter):
+    """The prompt's last token is processed only once, as in transformers and llama.cpp."""
     target = toy.cyclic(7)
     target.forward([4, 4, 4])
     target.forward = Mock(wraps=target.forward)
@@ -53,8 +53,8 @@ def test_n_tokens_take_a_prefill_of_the_whole_prompt_and_at_most_n_minus_one_for
 
 
 @pytest.mark.parametrize(("k", "n", "asked"), [(4, 10, [4, 4]), (50, 10, [9]), (4, 6, [4])])
-def test_no_more_drafts_are_asked_for_than_can_be_committed_and_more_than_asked_for_are_refused(k, n, asked):
-    """A round commits up to k + 1 tokens; a last token alone is a plain step."""
+def test_k_is_limited_to_tokens_that_can_be_committed_and_more_is_rejected(k, n, asked):
+    """A round commits up to K + 1 tokens, so one remaining token takes a plain step."""
     spy = Spy(successors(7))
     made = generate(toy.cyclic(7), [0], drafter=spy, k=k, max_new_tokens=n)
     assert spy.asked == asked and len(made.token_ids) == n
@@ -73,8 +73,8 @@ GOOD = [0.7, 0.3, 0.0]
     ([[float("nan")] * 3, GOOD], "nan"),
     ([GOOD, [0.3, 0.0, 0.0]], r"0\.3"),
 ])  # fmt: skip
-def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_value(rows, named):
-    """Such drafts were kept with certainty: min(1, nan) is 1, and so is min(1, p/0)."""
+def test_invalid_rows_are_rejected_with_the_drafter_and_the_value(rows, named):
+    """Such draft tokens would always be accepted, because min(1, nan) and min(1, p/0) are 1."""
     spy = Spy()
     spy.propose = lambda tokens, k, rng: Proposal((0, 0), np.asarray(rows))
     with pytest.raises(InputError, match=f"(?s)spy.*{named}"):
@@ -82,8 +82,8 @@ def test_a_drafter_that_misreports_its_rows_is_named_with_the_place_and_the_valu
 
 
 @pytest.mark.parametrize("drafter", [None, LookupDrafter()], ids=["plain", "lookup"])
-def test_another_user_of_the_same_model_is_noticed(drafter):
-    """Its tokens would be in the state, and change the output without a word."""
+def test_another_use_of_the_same_model_is_detected(drafter):
+    """Its tokens would be in the state, and silently change the output."""
     target = toy.cyclic(7)
     rounds = []
 
@@ -96,8 +96,8 @@ def test_another_user_of_the_same_model_is_noticed(drafter):
     assert len(rounds) == 1
 
 
-def test_every_second_of_a_round_is_booked_once(monkeypatch):
-    """On a clock that only moves when something is said to take time."""
+def test_every_second_of_a_round_is_counted_once(monkeypatch):
+    """On a fake clock, which only `taking` advances."""
     now = [0.0]
     monkeypatch.setattr(loop, "perf_counter", lambda: now[0])
 
@@ -120,10 +120,11 @@ def test_every_second_of_a_round_is_booked_once(monkeypatch):
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "walk_drafts", taking(0.5, accept.walk_drafts))
     assert times(drafter=spy, k=3, max_new_tokens=8) == [(5, 10, 3, 0.5, 14)] * 2
-    assert times(max_new_tokens=2) == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward is the prefill's
+    assert times(max_new_tokens=2) == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward pass is the prefill
 
 
-# 0 and 1 end a generation; 1 is no control token, so its piece could be seen; 2 is control, but no end
+# 0 and 1 end a generation; 1 is not a control token, so its piece could be shown; 2 is a control
+# token that does not end it
 PIECES = (b"<end>", b"b", b"<ctl>", b"a", b"ab", b"ca", b"\xc3", b"\xa9", b"x\xc3\xa9y", b"", b"abc", b"\xe2\x82")
 VOCAB = Vocabulary(PIECES, eog=frozenset({0, 1}), special=frozenset({0, 2}))
 IDS = st.lists(st.integers(0, len(PIECES) - 1), max_size=14)
@@ -135,10 +136,10 @@ def stopping(n=100, *strings, ignore_eog=False):
 
 
 @given(IDS, st.lists(st.integers(1, 5), min_size=14, max_size=14), st.integers(1, 14), STRINGS, st.booleans())
-@example([3, 8], [1] * 14, 9, ["y", "x"], False)  # both are in one token: the text ends before the first
-@example([3, 2, 9, 5], [1] * 14, 9, ["ac"], False)  # a control token and an empty one between have no text
-def test_any_split_into_blocks_ends_at_the_first_prefix_that_satisfies_a_rule(ids, sizes, n, strings, ignore_eog):
-    """Against the definition, which rereads the whole text after each token."""
+@example([3, 8], [1] * 14, 9, ["y", "x"], False)  # both are in one token: the text ends before x
+@example([3, 2, 9, 5], [1] * 14, 9, ["ac"], False)  # the control token and the empty one have no text
+def test_any_split_into_blocks_ends_at_the_first_prefix_that_meets_a_rule(ids, sizes, n, strings, ignore_eog):
+    """Compared with the definition, which checks the whole text after each token."""
 
     def reason_of(prefix):
         if prefix[-1] in VOCAB.eog and not ignore_eog:

@@ -1,4 +1,4 @@
-"""From logits to a token: temperature, top-k, top-p against a brute-force reference, and the draws themselves."""
+"""From logits to a token: temperature, top-k and top-p by brute force, and random draws."""
 
 import math
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specnb.decode.sampling import Draws, Sampling, argmax
 from specnb.errors import NonFiniteLogits
 
-# the second makes ties common, the third differences that exp cannot see
+# the second strategy makes ties common, the third differences too small for exp
 FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
 ROWS = st.lists(FINITE | st.just(-math.inf), min_size=1, max_size=9).filter(lambda row: max(row) > -math.inf)
 TEMPERATURES = st.floats(1e-3, 100)
@@ -22,7 +22,7 @@ def float32(row):
 
 
 def by_rank(logits):
-    """Ids, the most likely first, the lowest id among equals."""
+    """Return the ids, most likely first, and equal ones in ascending order."""
     return sorted(range(len(logits)), key=lambda i: (-logits[i], i))
 
 
@@ -38,10 +38,8 @@ def drawing(u):
 
 @given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10), top_p=st.floats(0.01, 0.999) | st.just(1.0))
 @settings(max_examples=300)
-def test_temperature_divides_logits_top_k_keeps_the_first_by_rank_and_top_p_the_fewest_of_these(
-    row, temperature, top_k, top_p
-):
-    """Mass is compared up to rounding, so both neighbouring sets pass at an exact edge."""
+def test_probabilities_equal_a_brute_force_temperature_top_k_and_top_p(row, temperature, top_k, top_p):
+    """Mass is compared up to rounding, so at an exact edge both neighboring sets pass."""
     logits = float32(row).tolist()
     ranked = by_rank(logits)[: top_k or None]
     p = softmax(logits, temperature, ranked)
@@ -62,7 +60,7 @@ def test_temperature_divides_logits_top_k_keeps_the_first_by_rank_and_top_p_the_
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("size", [1, 64, 1000])
 @pytest.mark.parametrize("settings", [Sampling(), Sampling(0.7), Sampling(1.0, 2, 0.5)], ids=str)
-def test_nan_and_infinity_raise_wherever_they_stand(bad, size, settings):
+def test_nan_and_infinity_raise_an_error_at_any_position(bad, size, settings):
     for at in {0, 1 % size, size // 2, size - 1}:
         row = np.zeros(size, dtype=np.float32)
         row[at] = bad
@@ -86,8 +84,8 @@ def test_a_draw_inverts_the_cumulative_weights_and_skips_zeros(weights, u):
     assert below - 1e-12 <= u <= through + 1e-12
 
 
-def test_rounding_past_the_end_falls_on_the_last_entry_with_weight():
-    """A sum this small times 0.999… rounds up to the sum itself, which no edge exceeds."""
+def test_rounding_past_the_end_gives_the_last_entry_with_weight():
+    """The product of such a small sum and 0.999... is rounded to the sum, which no edge exceeds."""
     weights = np.array([0.0, 5e-324, 0.0])
     u = 1 - 2**-53
     assert u * weights.sum() == weights.sum()

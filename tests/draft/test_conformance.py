@@ -1,4 +1,4 @@
-"""What every drafter keeps to, whatever it proposes. One that is registered and needs no model is tried unasked."""
+"""Laws of every drafter. Registered drafters that need no model are tested automatically."""
 
 import textwrap
 
@@ -16,13 +16,13 @@ from specnb.registry import DRAFTERS, resolve
 from tests.laws.vocabularies import model
 
 NEEDS_A_MODEL = {"auto", "self", "exit", "skip", "jump", "eagle", "medusa", "hydra"}
-"""Registered drafters that no toy target can have; their own tests hold them to the same laws."""
+"""Registered drafters that do not run on a toy target; their own tests check the same laws."""
 PIECES = (b"a", b"b", b"ab", b"c", b"ba")
 LETTERS = (b"b", b"a", b"x")
 
 
 def documented(target):
-    """The drafter of "How to add a drafter"."""
+    """Return the drafter from the example in the docstring of `draft.base`."""
     lines = base.__doc__.splitlines()
     start, end = (next(i for i, line in enumerate(lines) if name in line) for name in ("/bigram.py", "/registry.py"))
     names = {}
@@ -33,7 +33,7 @@ def documented(target):
 MAKERS = {
     **{name: resolve(entry) for name, entry in DRAFTERS.items() if name not in NEEDS_A_MODEL},
     "documented": documented,
-    # these look back over everything: one wrong token left in their state shows
+    # these depend on the whole text, so one wrong token in their state is detected
     "model": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7)),
     "model of a short context": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7, n_ctx=9)),
     "shared tokens": lambda target: ModelDrafter(TokenIntersection(model(LETTERS, order=1000, seed=8), target)),
@@ -46,17 +46,17 @@ def chooser(temperature):
 
 TEXTS = st.lists(st.integers(0, 4), min_size=1, max_size=6)
 ROUND = st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 4), st.booleans())
-"""K, how many drafts are kept, the token that follows them, and whether the end cut it off."""
+"""K, the number of accepted draft tokens, the token after them, and whether the end cuts it off."""
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 @given(before=TEXTS, prompt=TEXTS, rounds=st.lists(ROUND, max_size=6), temperature=st.sampled_from([0.0, 0.8]))
 @example(before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0)  # beyond the short context
 @settings(max_examples=60, deadline=None)
-def test_a_proposal_is_sound_and_what_a_fresh_drafter_would_propose(make, before, prompt, rounds, temperature):
-    """At most k ids of the target; rows that sum to one, or none.
+def test_a_proposal_is_valid_and_equals_that_of_a_fresh_drafter(make, before, prompt, rounds, temperature):
+    """It has at most k ids of the target, and rows that sum to 1, or None.
 
-    After `commit` nothing is left of rejected drafts, after `start` nothing of another text.
+    The state contains no rejected draft tokens after `commit`, and no other text after `start`.
     """
     target = model(PIECES, order=2)
     tokens = list(prompt)

@@ -1,4 +1,4 @@
-"""From a name to a drafter: vocabularies are compared, what cannot be loaded is a recorded fallback."""
+"""Drafters by name: vocabularies are compared, and a failure to load is a recorded fallback."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from specnb.lm.gguf import binding
 
 
 def loading(monkeypatch, model=None, error=None):
-    """Stands for `specnb.load`: gives a toy model that notes its closing, or raises."""
+    """Replace `load`: it returns a toy model that records its closing, or raises `error`."""
     load = Mock(return_value=model, side_effect=error)
     monkeypatch.setattr(module, "load", load)
     if model:
@@ -25,7 +25,7 @@ def loading(monkeypatch, model=None, error=None):
     return load
 
 
-def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_draft_is_freed(monkeypatch):
+def test_a_draft_model_that_does_not_fit_the_target_is_rejected_and_closed(monkeypatch):
     model = toy.cyclic(5)
     other = toy.cyclic(5)
     load = loading(monkeypatch, model)
@@ -40,7 +40,7 @@ def test_a_draft_model_with_the_targets_vocabulary_is_taken_and_one_that_cannot_
     other.close.assert_called_once()
 
 
-def test_drafters_that_cannot_go_with_a_target():
+def test_drafters_that_do_not_fit_the_target_are_rejected():
     target = toy.cyclic(5)
     for drafter in (target, ModelDrafter(target)):
         with pytest.raises(InputError, match="its own drafter"):
@@ -49,7 +49,7 @@ def test_drafters_that_cannot_go_with_a_target():
         generate(target, [0], drafter=ModelDrafter(toy.cyclic(6)))
 
 
-def test_a_draft_model_that_cannot_be_had_is_a_fallback_that_says_why(monkeypatch):
+def test_a_draft_model_that_fails_to_load_is_a_fallback_with_the_reason(monkeypatch):
     for error in (LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB"), FetchError("no network")):
         loading(monkeypatch, error=error)
         loaded = load_drafter("x", toy.cyclic(5))
@@ -58,7 +58,7 @@ def test_a_draft_model_that_cannot_be_had_is_a_fallback_that_says_why(monkeypatc
             load_drafter("x", toy.cyclic(5), strict=True)
 
 
-def test_self_of_a_zoo_model_is_its_coarser_copy(monkeypatch):
+def test_self_is_a_quantized_copy_of_a_zoo_model(monkeypatch):
     load = loading(monkeypatch, toy.cyclic(5))
     target = toy.cyclic(5)
     for target.name in ("smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"):
@@ -84,7 +84,7 @@ JOINED = {
 
 
 @pytest.mark.parametrize("names", JOINED)
-def test_a_draft_model_opens_in_the_engine_of_a_torch_target_unless_its_name_says_otherwise(names, monkeypatch):
+def test_a_draft_model_opens_in_the_engine_of_a_torch_target_by_default(names, monkeypatch):
     assert join_engine(*names) == JOINED[names] == join_engine(JOINED[names], names[1])
     load = loading(monkeypatch, toy.cyclic(5))
     target = toy.cyclic(5)
@@ -94,7 +94,7 @@ def test_a_draft_model_opens_in_the_engine_of_a_torch_target_unless_its_name_say
         load.assert_called_once_with(JOINED[names])
 
 
-def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_path):
+def test_a_quantized_copy_is_cached_by_content_and_type(monkeypatch, tmp_path):
     calls = []
     source = tmp_path / "m.gguf"
 
@@ -111,7 +111,7 @@ def test_a_copy_of_a_file_is_kept_for_each_content_and_type(monkeypatch, tmp_pat
     assert name_copy(str(source), "q8_0") != first
     source.write_bytes(b"GGUF two!")
     assert name_copy(str(source), "q4_0") != first and len(calls) == 3
-    # A listed model without a listed copy of this type
+    # listed models, with and without a listed copy of this type
     assert name_copy("smollm2-135m", "q4_0") == "smollm2-135m:q4_0"
     monkeypatch.setattr(files, "zoo_file", lambda name: source)
     assert Path(name_copy("qwen2.5-coder-1.5b", "q4_0")).read_bytes() == b"GGUF two!q4_0"

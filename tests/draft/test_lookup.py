@@ -1,4 +1,4 @@
-"""Prompt lookup against a brute-force search, the indexes grown in any portions."""
+"""Prompt lookup against a brute-force search, for texts that grow by any number of tokens."""
 
 import math
 
@@ -16,7 +16,7 @@ CHOOSER = Chooser(Sampling())
 
 
 def copies(text, sizes, k, factor):
-    """Copy on after every place where the longest end of the text occurred before, from the most recent on."""
+    """Return what followed each earlier occurrence of the longest suffix, most recent first."""
     for n in sizes:
         places = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == text[len(text) - n :]]
         if places:
@@ -40,7 +40,7 @@ def continued(text, end, length):
     factor=st.sampled_from([0.5, 1, 2.5, 4, math.inf]),
 )
 @settings(max_examples=300)
-def test_a_draft_follows_the_longest_match_and_in_lookup_the_most_recent_one(bounded, tokens, parts, bounds, k, factor):
+def test_drafts_copy_after_the_longest_match_and_lookup_after_the_latest(bounded, tokens, parts, bounds, k, factor):
     grown = []
     view = TokenView(grown)
     n_min, n_max = bounds
@@ -56,13 +56,13 @@ def test_a_draft_follows_the_longest_match_and_in_lookup_the_most_recent_one(bou
         assert ids == expected[0] if bounded else ids in expected
 
 
-def test_of_equal_matches_the_suffix_drafter_copies_the_last():
+def test_the_suffix_drafter_copies_after_the_last_of_equal_matches():
     drafter = SuffixDrafter()
     drafter.start([1, 2, 5, 1, 2, 6, 0, 1, 2])
     assert drafter.propose([], 1, CHOOSER).ids == (6,)
 
 
-def test_a_loose_match_ignores_case_white_space_and_underscores():
+def test_a_loose_match_ignores_case_whitespace_and_underscores():
     vocab = Vocabulary(pieces=(b"my", b"Name", b"_name", b" =", b"=", b"x", b"y"))
     for loose, ids in ((None, ()), (vocab, (4, 5))):
         drafter = SuffixDrafter(loose=loose)

@@ -1,4 +1,4 @@
-"""Two vocabularies: which ids mean the same, how text becomes tokens, and the state after every round."""
+"""Translation between vocabularies: which ids match, and how other tokens are spelled."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b"
 
 
 @given(pieces=ANY, others=ANY, special=st.sets(st.integers(0, 9)))
-def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(pieces, others, special):
+def test_matched_ids_have_equal_bytes_and_are_both_text_or_both_control(pieces, others, special):
     target = model(pieces, special=frozenset(i for i in special if i < len(pieces)))
     draft = model(others, special=frozenset(i for i, p in enumerate(others) if p == b"<s>"))
     both = pairs(target, draft)
@@ -46,7 +46,7 @@ def test_a_pair_has_equal_bytes_and_both_are_text_or_both_control(pieces, others
     assert by_id or len(both) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
 
-def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_is_not():
+def test_an_added_bos_becomes_the_draft_models_bos_once():
     target = model([b"<s>", b"a", b"<u>"], special=frozenset({0, 2}), bos=0, add_bos=True)
     draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1, add_bos=True)
     assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
@@ -64,7 +64,7 @@ def test_a_bos_before_every_text_is_the_drafts_own_once_and_one_that_says_more_i
 
 
 class SentencePiece(SpellingLM):
-    """Writes a space before a text, and letters never as the byte tokens that come first."""
+    """Prepends a space, and encodes a letter with the last of its ids, not as a byte token."""
 
     def encode(self, text, *, special=True):
         space = self.vocab.pieces.index(b" ")
@@ -74,7 +74,7 @@ class SentencePiece(SpellingLM):
         return [space, *(last[c.encode()] for c in text)]
 
 
-def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest():
+def test_equal_pieces_map_to_the_id_that_the_tokenizer_returns():
     spm = model([b"a", b"b", b"\n", b" ", b"a", b"b"])
     assert pairs(model([b"b", b"a"]), spm) == {0: 1, 1: 0}
     spm.__class__ = SentencePiece
@@ -83,8 +83,8 @@ def test_of_repeated_pieces_the_one_that_is_written_is_taken_else_the_smallest()
 
 
 @pytest.mark.parametrize("row", [[np.nan, 1, 0], [-np.inf] * 3], ids=str)
-def test_a_broken_row_is_reported_wherever_it_is_broken(row):
-    """The first of the draft's pieces is not shared."""
+def test_a_nonfinite_row_is_reported_also_for_unshared_tokens(row):
+    """The draft model's first piece is not shared."""
     target = model([b"x", b"a", b"b"], order=2)
     draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
     with pytest.raises(NonFiniteLogits, match="while drafting"):
@@ -92,14 +92,14 @@ def test_a_broken_row_is_reported_wherever_it_is_broken(row):
 
 
 @given(st.binary(max_size=12))
-def test_any_bytes_are_spelled(text):
+def test_the_speller_reproduces_any_bytes(text):
     pieces = [bytes([i]) for i in range(256)] + [b"\xe2\x82", "€".encode(), b"ab", b"<x>"]
     everything = model(pieces, special=frozenset({259}))
     ids = GreedySpeller(everything).spell(text)
     assert everything.vocab.raw_bytes(ids) == text and 259 not in ids
 
 
-def test_written_is_exact_or_nothing():
+def test_encode_exact_returns_exact_tokens_or_none():
     spm = model([b"a", b"b", b"\n", b" ", b"ab"])
     spm.__class__ = SentencePiece
     assert encode_exact(spm, b"", b"ab") == (0, 1), "without the space that the tokenizer adds"
@@ -110,7 +110,7 @@ def test_written_is_exact_or_nothing():
     assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
 
 
-def test_what_shares_no_piece_or_has_no_tokenizer_is_not_translated():
+def test_models_without_shared_pieces_or_tokenizer_are_not_translated():
     letters = model([b"a", b"b"])
     others = model([b"zz"])
     assert choose_translation(Tokens(letters), Tokens(others)).way is Translation.NONE

@@ -11,7 +11,7 @@ import numpy as np
 
 
 class Enumerating:
-    """Draws of one branch: the scripted ones first, then always the first outcome with weight.
+    """Draws of one branch: the scripted ones first, then always the first possible outcome.
 
     `others` are the scripts of the branches that leave this one after its script.
     """

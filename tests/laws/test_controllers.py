@@ -50,7 +50,7 @@ def drafter_named(name, seed):
     model = toy.markov(4, order=2, seed=seed) if "same" in name else toy.markov(4, order=1, seed=seed + 1)
     if name == "short":
         model.caps = replace(model.caps, n_ctx=16)
-    if "even" in name:  # equal confidence everywhere, also after a wrong draft
+    if "even" in name:  # equal confidence everywhere, also after a wrong draft token
         logits_of = model._logits_of
         model._logits_of = lambda prefix: EVEN[np.argsort(np.argsort(-logits_of(prefix)))]
     return ModelDrafter(model)
@@ -64,10 +64,10 @@ def recorded(target, drafter, n, **sampling):
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "far", "even"])
 @pytest.mark.parametrize("seed", range(6))
-def test_greedy_output_equals_plain_decoding_and_a_walk_has_the_live_rounds(name, seed):
-    """Equal numbers of drafted and accepted tokens in every round.
+def test_greedy_output_equals_plain_and_replayed_rounds_equal_live_ones(name, seed):
+    """Rounds are equal in their numbers of drafted and accepted tokens.
 
-    A controller that uses confidence needs a draft model with equal confidence after a wrong draft.
+    With a controller that reads confidence, this needs a draft model with constant confidence.
     """
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed % 2 else frozenset())
     for n in (1, 2, 60):
@@ -98,7 +98,7 @@ def test_sampled_output_has_the_targets_distribution(control, rule, name):
     assert off_by(toy.markov(3, seed=4), drafter, ONE, 4, CONTROLLERS[control], rule, PROMPT[:2]) < 1e-9
 
 
-def test_after_a_wrong_draft_only_the_number_of_draft_tokens_differs():
+def test_replayed_confidence_stop_has_the_live_rounds_and_accepted_tokens():
     target = toy.markov(4, order=2, seed=1)
     _, recording = recorded(target, drafter_named("other", 1), 60)
     control = CONTROLLERS["confidence"]
@@ -124,7 +124,7 @@ def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
 
 
 class OracleK(Controller):
-    """Follows a plan made in hindsight, one K per generated token: a bound, not a method."""
+    """Follows a plan computed in hindsight, one K per generated token: a bound, not a method."""
 
     name = "oracle"
 
@@ -140,7 +140,7 @@ class OracleK(Controller):
 
 @pytest.mark.parametrize("c", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["lookup", "other"])
-def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
+def test_the_oracle_plan_takes_the_oracles_time_and_no_fixed_k_is_faster(name, c):
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
     _, recording = recorded(target, drafter_named(name, 2), 50)
     plan, seconds = oracle(recording, cost, 24)
@@ -150,7 +150,7 @@ def test_the_oracle_is_reached_by_its_plan_and_no_fixed_k_is_better(name, c):
     assert len(live.rounds) == len(walk_recording(recording, OracleK(plan)))
 
 
-def test_a_recording_is_restored_from_its_file_and_from_older_ones(tmp_path):
+def test_recordings_load_from_current_and_older_files(tmp_path):
     target, file, made = toy.markov(4, order=2, seed=1), tmp_path / "t.parquet", []
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
@@ -162,7 +162,7 @@ def test_a_recording_is_restored_from_its_file_and_from_older_ones(tmp_path):
     table = pq.read_table(file)
     pq.write_table(table.drop_columns("drafts"), file)
     assert Trace.load(file).recordings == tuple(r._replace(drafts=()) for r in made)
-    # entropies next to confidences, and rows after wrong drafts
+    # older files: entropies next to confidences, and rows after wrong draft tokens
     beliefs = [[[top, 1.0] for top in r.beliefs] for r in made]
     table = table.set_column(table.column_names.index("beliefs"), "beliefs", [beliefs])
     pq.write_table(table.append_column("astray", [[[]] * len(made)]), file)
@@ -174,7 +174,7 @@ def test_confidence_is_the_largest_probability_of_the_softmax():
     assert top_probability(np.array([3.0, -np.inf])) == 1.0
 
 
-def test_the_report_controller_follows_the_report_exactly():
+def test_rolling_acceptance_follows_the_field_report_exactly():
     control = RollingAcceptance()
     assert control.draft_length() == 12
     lengths = []

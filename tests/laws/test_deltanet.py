@@ -1,7 +1,8 @@
-"""Laws of trees in a Gated DeltaNet: each node has the output of its path alone (`ssm.delta_rule`).
+"""Laws of trees in a Gated DeltaNet: each node has the output of its path alone.
 
-Two references: `by_hand`, the paper's formula for one path in float64 numpy, and transformers'
-kernel. Known faults of such code are planted, and the laws must detect them.
+The code is `chapters.delta_rule`. It is compared with `by_hand`, the paper's formula for one path in
+float64 numpy, and with the kernel of transformers. Known faults of such code are planted, and the
+laws must detect them.
 """
 
 import numpy as np
@@ -68,7 +69,7 @@ def tree_error(tree, tokens=None, state=None, **options):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_recurrence_is_the_formula_of_the_paper(dtype):
+def test_recurrence_equals_the_formula_of_the_paper(dtype):
     tokens, state = block(12, dtype=dtype)
     outputs, after = recurrent(*tokens, state)
     for t in range(12):
@@ -93,7 +94,7 @@ def test_each_node_has_the_output_of_its_path_alone(tree, dtype):
     assert tree_error(tree, dtype=dtype) < TOLERANCE[dtype]
 
 
-def test_trees_hold_at_the_widths_of_qwen3_next():
+def test_a_tree_equals_its_paths_at_the_head_sizes_of_qwen3_next():
     assert tree_error(random_tree(16, 7), dtype=torch.float32, **QWEN) < TOLERANCE[torch.float32]
 
 
@@ -105,7 +106,7 @@ def test_random_trees_equal_their_paths(data, n_nodes, gate):
 
 @pytest.mark.parametrize("closed", [-1e3, -torch.inf])
 def test_a_closed_gate_does_not_affect_other_nodes(closed):
-    """In some nodes and heads only: elsewhere the precision must not suffer, without inf or NaN."""
+    """Gates are closed in some nodes and heads; all outputs stay precise, without inf or NaN."""
     for name in ("random 0", "4-ary", "chain"):
         tokens, state = block(len(TREES[name]), dtype=torch.float32)
         tokens[3][:, ::3, ::2] = closed
@@ -148,8 +149,8 @@ def test_the_tree_law_detects_planted_faults_of_the_decay(fault, monkeypatch):
     assert tree_error(TREES["random 0"]) > SEEN
 
 
-def test_the_tree_law_detects_a_tree_run_as_one_sequence(monkeypatch):
-    """Without the mask: correct for a chain, which has no siblings, wrong for all other trees."""
+def test_the_tree_law_detects_a_tree_processed_as_one_sequence(monkeypatch):
+    """Without the mask, only a chain is correct, because it has no siblings."""
     monkeypatch.setattr(Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool)))
     assert tree_error(TREES["chain"]) < 1e-12
     assert tree_error(TREES["star"]) > SEEN
@@ -160,7 +161,7 @@ def test_the_tree_law_detects_a_tree_run_as_one_sequence(monkeypatch):
     [
         # e^(a_i - a_j) of a sibling after a closed gate is inf, and inf times a mask of 0 is NaN
         (masked_after_the_exponential, "star", 0.5, -1e3, slice(3, None, 2)),
-        # small gates after a closed one lose their digits
+        # in differences of running sums, small gates after a closed one lose their digits
         (differences_of_running_sums, "chain", 0.01, -3e4, slice(0, 1)),
     ],
 )

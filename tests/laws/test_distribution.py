@@ -1,4 +1,7 @@
-"""The law of sampling: speculative output has the target's distribution, by exact enumeration of the shipped loop."""
+"""The law of sampling: speculative output has the target's distribution.
+
+It is checked by exact enumeration of the shipped loop.
+"""
 
 from dataclasses import replace
 
@@ -23,7 +26,7 @@ SETTINGS = [ONE, Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=2), 
 
 
 def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT, **options):
-    """Return the rounds of the shipped loop with the draws of `draws`; plain without a drafter."""
+    """Return the rounds of the shipped loop with draws from `draws`; plain without a drafter."""
     after_prompt = loop.prefill(target, prompt, drafter)
     common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)} | options
     if drafter is None:
@@ -42,7 +45,7 @@ def loop_law(target, drafter, sampling, n, control=lambda: None, prompt=PROMPT):
 
 
 def closed_form_law(target, sampling, n, prompt=PROMPT):
-    """Return the closed form: products of the model's rows, without any loop."""
+    """Return the distribution in closed form: products of the model's rows, without decoding."""
     law = {(): 1.0}
     for _ in range(n):
         longer = {}
@@ -58,7 +61,10 @@ def closed_form_law(target, sampling, n, prompt=PROMPT):
 
 
 def off_by(target, drafter, sampling, n, k, rule="token", prompt=PROMPT):
-    """Return the total variation distance between the loop and the closed form; `k` may create a controller."""
+    """Return the total variation distance between the loop and the closed form.
+
+    `k` is a number, or a function that creates a controller.
+    """
     control = k if callable(k) else lambda: FixedK(k)
     law = loop_law(target, drafter, replace(sampling, rule=rule), n, control, prompt)
     return total_variation(law, closed_form_law(target, sampling, n, prompt))
@@ -75,7 +81,7 @@ def test_plain_decoding_follows_the_closed_form(sampling):
 
 
 class Flatter(ModelDrafter):
-    """Samples with other settings: q may be any distribution, if draft tokens are drawn from it."""
+    """Samples with its own settings: q may be any distribution that draft tokens are drawn from."""
 
     def propose(self, tokens, k, picker):
         return super().propose(tokens, k, Chooser(Sampling(temperature=3.0), picker.draws))
@@ -97,7 +103,7 @@ DRAFTED = {  # target, drafter, tokens, K
 @pytest.mark.parametrize("rule", ["token", "block"])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", DRAFTED)
-def test_drafted_output_keeps_the_law(name, sampling, rule):
+def test_speculative_output_has_the_targets_distribution(name, sampling, rule):
     target, drafter, n, k = DRAFTED[name]
     assert off_by(target, drafter, sampling, n, k, rule) < 1e-9
 
@@ -121,7 +127,7 @@ def test_block_verification_never_commits_fewer_tokens():
     assert min(gains) > -1e-12 and max(gains) > 0.01
 
 
-def test_the_accept_probability_is_the_overlap():
+def test_the_acceptance_probability_is_the_overlap_of_p_and_q():
     """E[min(1, p/q)] under q is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(5), size=2)
@@ -130,7 +136,7 @@ def test_the_accept_probability_is_the_overlap():
 
 
 class Always:
-    """Always selects the most probable outcome, and True."""
+    """Draws that are always the most probable outcome, and True."""
 
     def bernoulli(self, probability):
         return True
@@ -170,7 +176,7 @@ def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
 
 
 @pytest.mark.parametrize("faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first])
-def test_planted_faults_in_a_rule_break_the_law(faulty):
+def test_planted_faults_in_a_rule_are_detected(faulty):
     def rule(logits, proposal, chooser):
         rows = np.stack([chooser.sampling.probabilities(row) for row in logits])
         q = proposal.q_draft if proposal.q_draft is not None else np.empty((0, 3))
@@ -179,7 +185,7 @@ def test_planted_faults_in_a_rule_break_the_law(faulty):
     assert off_by(toy.markov(3, order=2, seed=0), draft_model(100), ONE, 3, 2, rule) > 0.005
 
 
-def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
+def test_verifying_an_argmax_token_with_p_over_q_is_detected():
     class ArgmaxWithSoftmax(ModelDrafter):
         def propose(self, tokens, k, picker):
             logits = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
@@ -189,15 +195,15 @@ def test_verifying_an_argmax_draft_with_p_over_q_breaks_the_law():
 
 
 @pytest.mark.parametrize("drafter", [ModelDrafter(toy.markov(3, seed=100)), Trees(5, 3)], ids=["chain", "tree"])
-def test_typical_acceptance_is_lossy_and_says_so(drafter):
+def test_typical_acceptance_is_lossy_and_reported_as_lossy(drafter):
     target = toy.markov(3, order=2, seed=0)
     assert off_by(target, drafter, ONE, 3, 5, "typical") > 0.005 and "typical" in accept.LOSSY
     assert not generate(target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5).lossless
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_dropped_draft_tokens_do_not_change_the_law(temperature):
-    """The draft model has NaN after one token of three: drafting ends depending on the draws."""
+def test_drafting_that_ends_at_a_nan_does_not_change_the_distribution(temperature):
+    """The draft model returns NaN after one of three tokens: the draws decide if drafting ends."""
     rows = toy.markov(3, order=1, seed=6)._logits_of
 
     def logits_of(prefix):

@@ -1,4 +1,7 @@
-"""The law of greedy decoding on closed-form models: speculative output equals plain output, token for token."""
+"""The law of greedy decoding: speculative output equals plain output, token for token.
+
+The models are closed-form.
+"""
 
 from dataclasses import replace
 from functools import partial
@@ -27,7 +30,7 @@ SMALL = st.none() | st.integers(1, 24)
 
 
 def bounded(model, n_ctx=None, max_width=None):
-    """Limit a model's context and the width of its forward passes; None for no limit."""
+    """Limit a model's context and the width of its forward passes; None means no limit."""
     n_ctx = n_ctx or model.caps.n_ctx
     model.caps = replace(model.caps, n_ctx=n_ctx, max_width=max_width or n_ctx)
     return model
@@ -67,8 +70,8 @@ def test_speculative_equals_plain_and_rounds_account_for_every_token(
         assert len(r.committed_ids) == r.n_accepted + 1 or r is made.rounds[-1]
 
 
-def test_a_perfect_drafter_commits_k_plus_one_tokens_per_round_and_evaluates_no_token_twice():
-    """After full acceptance two tokens are missing (last draft token and bonus), else one."""
+def test_a_perfect_drafter_commits_k_plus_1_and_processes_no_token_twice():
+    """After full acceptance, the draft model lacks the last draft token and the bonus, else one."""
     draft, fed = toy.cyclic(7), []
     forward = draft.forward
     draft.forward = lambda ids, n_logits=None: fed.append(len(ids)) or forward(ids, n_logits)
@@ -76,7 +79,7 @@ def test_a_perfect_drafter_commits_k_plus_one_tokens_per_round_and_evaluates_no_
     assert fed == [1, 1, 1, 2, 1, 1, 2, 1, 1] and made.acceptance_rate == 1.0 and made.tau == 4.0
 
 
-# --- three published faults, each planted in a variant ------------------------------------------
+# --- published faults, planted in variants ------------------------------------------------------
 
 
 class Appending(LookupDrafter):
@@ -92,9 +95,10 @@ class Assigning(LookupDrafter):
 
 
 def test_a_drafter_cannot_change_the_tokens(monkeypatch):
-    """ "HelloHello": drafting appended to the caller's tokens. Here it gets a read-only view.
+    """In the published fault ("HelloHello"), drafting appended to the caller's tokens.
 
-    With the list itself, the state would no longer be "tokens so far".
+    Here, drafters get a read-only view. If they get the list itself, the state no longer matches
+    the tokens, and an error is raised.
     """
     prompt = [0, 1, 2]
     for drafter, error in ((Appending(), AttributeError), (Assigning(), TypeError)):
@@ -107,7 +111,7 @@ def test_a_drafter_cannot_change_the_tokens(monkeypatch):
 
 
 def test_each_draft_token_depends_on_the_earlier_ones():
-    """A wrong fix drafts all K tokens from one input, and so one token K times."""
+    """The planted fault drafts all K tokens from the same input, so it drafts one token K times."""
 
     class SameInput(ModelDrafter):
         def propose(self, tokens, k, picker):
@@ -125,7 +129,7 @@ def test_each_draft_token_depends_on_the_earlier_ones():
 
 
 def bad_after(n, bad=np.nan, name="draft"):
-    """Return a model that counts, whose logits are bad from `n` tokens on."""
+    """Return a model that counts, with a non-finite logit from `n` tokens on."""
     rows = toy.cyclic(5)._logits_of
 
     def logits_of(prefix):
@@ -144,10 +148,10 @@ HOT = pytest.mark.parametrize("temperature", [0.0, 0.8])
 @BAD
 @HOT
 @pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(bad_after(0))], ids=["plain", "lookup", "bad"])
-def test_bad_logits_stop_the_run_with_their_position(bad, temperature, drafter):
+def test_nonfinite_logits_stop_the_run_and_report_their_position(bad, temperature, drafter):
     """A softmax that turns NaN into a uniform row would continue with random text.
 
-    The run stops also after drafting has ended.
+    The run also stops if drafting has already ended.
     """
     with pytest.raises(NonFiniteLogits, match=r"target, after 6 tokens.*logits_of"):
         generate(bad_after(6, bad, "target"), [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
@@ -155,8 +159,8 @@ def test_bad_logits_stop_the_run_with_their_position(bad, temperature, drafter):
 
 @BAD
 @HOT
-def test_bad_logits_of_the_draft_model_end_drafting_and_do_not_change_the_text(bad, temperature):
-    """Draft tokens before the first bad row are verified: dropping them would bias the output."""
+def test_nonfinite_draft_logits_end_drafting_and_do_not_change_the_text(bad, temperature):
+    """Draft tokens before the first bad row are verified; dropping them would bias the output."""
     draft, fed = bad_after(9, bad), []
     draft.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
     run = partial(generate, toy.cyclic(5), max_new_tokens=20, temperature=temperature, seed=3)
@@ -177,7 +181,7 @@ def test_bad_logits_of_the_draft_model_end_drafting_and_do_not_change_the_text(b
         drafted([0, 1, 2], strict=True)
 
 
-def test_a_router_names_the_model_and_module_of_its_arm():
+def test_a_router_reports_the_model_and_module_of_a_failed_arm():
     router = Router([Arm(ModelDrafter(bad_after(0)), 3)], [1.0] * 5)
     made, plain = (generate(toy.cyclic(5), [0], drafter=drafter, max_new_tokens=30) for drafter in (router, None))
     assert "while drafting, auto(draft), after" in made.fallback and "logits_of" in made.fallback

@@ -48,7 +48,7 @@ ROWS += slow(*((name, k, LONG) for name in FLOAT32 for k in range(1, 9)), *((nam
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize(("name", "k", "n"), ROWS)
 def test_speculative_equals_plain(opened, plain, name, drafter, k, n):
-    """Float32 always, other types up to the certified width.
+    """With float32 always, with other types up to the certified width.
 
     Also after 256 tokens, where llama.cpp would use another kernel for single tokens.
     """
@@ -73,7 +73,7 @@ def test_the_probe_detects_an_insufficient_padding_for_k_quants(opened, padding)
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 @pytest.mark.parametrize("name", REDUCED)
-def test_reduced_precision_diverges_at_near_ties(opened, plain, name, drafter):
+def test_reduced_precision_diverges_only_at_near_ties(opened, plain, name, drafter):
     made = speculative(opened, name, drafter, 4, LONG)
     fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
     assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
@@ -82,7 +82,7 @@ def test_reduced_precision_diverges_at_near_ties(opened, plain, name, drafter):
 @pytest.mark.parametrize("n", [1, 3, 8])
 @pytest.mark.parametrize("name", [*FLOAT32, *slow(*([name] for name in REDUCED))])  # grouped by model: three stay open
 def test_a_rewind_restores_the_earlier_state(opened, name, n):
-    """Logits of ten tokens after sixty, with and without a rewind of `n` other tokens."""
+    """Logits of ten tokens after sixty do not change if `n` others are fed and rewound before."""
     model, rows = opened(name), []
     ids = model.encode(PROMPT.messages[0].content)[:80]
     for ahead in (0, n):
@@ -106,7 +106,7 @@ def rows_of(model, ids, past, width):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n", "past", "widths"),
-    [  # bfloat16 across the padded key lengths (192, 256), where sums change their order
+    [  # bfloat16 crosses padded key lengths (192, 256), where the order of summation changes
         ("smollm2-135m?backend=hf&dtype=bfloat16", 280, 170, (2, 3, 5, 9, 13, 64)),
         (INT4, 280, 170, (2, 3, 4, 5, 9, 13, 64)),
         *((name, 290, 240, (2, 3, 5, 9, 13, 40)) for name in EXACT),
@@ -123,7 +123,7 @@ def test_a_token_is_bit_identical_at_all_widths(opened, name, n, past, widths):
 
 
 def test_both_engines_load_the_same_model(opened):
-    """Equal vocabularies and ids; float32 logits equal up to rounding, at widths 1 and n."""
+    """Vocabularies and ids are equal, and float32 logits up to rounding, at widths 1 and n."""
     llama, torch = (opened(name) for name in FLOAT32)
     assert first_difference(llama.vocab, torch.vocab) is None
     assert llama.vocab.eog == torch.vocab.eog

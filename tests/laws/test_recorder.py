@@ -1,4 +1,4 @@
-"""The law of the shipped replay: the recorded inputs of a round restore the state of the formula.
+"""The law of the shipped replay: it restores the state that the papers' formulas give.
 
 The reference is numpy in float64, token by token, with the formulas of the two papers: Mamba-2
 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464). `test_rollback` tests that blocks, single
@@ -53,7 +53,7 @@ def model(request):
 
 
 def replay_error(model, pieces, accepted):
-    """Return the largest relative error of a layer's state after replaying `accepted` of K."""
+    """Return the largest relative error of a layer's state after a replay of `accepted` tokens."""
     recorder, at = model.rollback._recorder, PROMPT
     model.reset()
     model.forward(IDS[:PROMPT])

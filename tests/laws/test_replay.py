@@ -26,8 +26,8 @@ def check_replay(recording, live, k):
 
 @pytest.mark.parametrize("name", ["lookup", "other", "same", "short"])
 @pytest.mark.parametrize("seed", range(8))
-def test_greedy_replay_equals_live_and_has_the_texts_of_the_drafts(name, seed):
-    """Also in narrow forward passes. A draft model's verified draft tokens have their texts."""
+def test_greedy_replay_equals_live_decoding_and_has_the_drafted_texts(name, seed):
+    """Also with narrow forward passes. Recordings have the texts of all tested draft tokens."""
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 3 else frozenset())
     target.caps = replace(target.caps, max_width=(4096, 1, 2, 4)[seed % 4])
     for n in (1, 2, 30):
@@ -45,7 +45,7 @@ def test_greedy_replay_equals_live_and_has_the_texts_of_the_drafts(name, seed):
 @pytest.mark.parametrize("name", ["lookup", "other"])
 @pytest.mark.parametrize(("k", "cut"), [(1, {}), (3, {}), (3, {"top_k": 2}), (3, {"top_p": 0.6})], ids=str)
 def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
-    """300 live runs of 20 tokens against recordings of 300 plain runs: the means are equal."""
+    """300 live and 300 replayed runs, of 20 tokens each, take equally many rounds on average."""
     target = toy.markov(4, order=2, seed=3)
     live, replayed = [], []
     for seed in range(300):
@@ -58,7 +58,7 @@ def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
 
 
 def rounds_by_hand(recording, k, bonus=1, correction=1):
-    """`fixed_k` for greedy recordings; a planted fault omits the bonus token or the correction."""
+    """Count greedy rounds as `fixed_k` does; planted faults omit the bonus or the correction."""
     i = rounds = 0
     while i < recording.n_tokens:
         chances = recording.keep[i][: min(k, recording.offered[i])]
@@ -77,8 +77,8 @@ def test_planted_off_by_one_errors_are_detected():
 
 
 @pytest.mark.model
-def test_greedy_replay_equals_live_on_the_real_model(opened):
-    """Also with 4-bit weights, if widths 1 and 2 of the draft model are bit-identical."""
+def test_greedy_replay_equals_live_decoding_on_the_real_model(opened):
+    """Also for a 4-bit draft model, if its passes over 1 and 2 tokens are bit-identical."""
     target, prompt = opened("smollm2-135m?backend=hf&dtype=float32"), "def f(x):\n    return x\n\ndef g(x):\n"
     drafters = [LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))]
     ((_, recordings),) = record(target, drafters, [prompt], max_new_tokens=10)
@@ -87,8 +87,8 @@ def test_greedy_replay_equals_live_on_the_real_model(opened):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_replayed_router_has_the_rounds_of_a_live_router_with_an_equal_clock(seed):
-    """Arms: lookup, and a draft model of constant confidence. Text 2 uses the data of text 1."""
+def test_a_replayed_router_has_the_rounds_of_a_live_one_on_the_same_clock(seed):
+    """Arms: lookup, and a draft model of constant confidence. Estimates carry over to text 2."""
     now, k_max, draft_s = [0.0], 6, (0.05, 0.3, 0.8)[seed % 3]
     curve = CostCurve(model="toy", context=0, widths=(1, k_max + 1), samples_s=((1.0,), (1.0 + seed % 4 / 2,)))
     target = toy.markov(4, order=2, seed=seed, eog=frozenset({3}) if seed > 7 else frozenset())

@@ -1,8 +1,8 @@
-"""The law of long sessions: many requests in a row on the same models, all answered alike.
+"""The law of long sessions: many requests in a row to the same models, all answered correctly.
 
-A request is a new text or the next turn of an earlier one, with a K or a controller, a limit and
+A request is a new text or the next turn of the previous one, with a K or a controller, a limit and
 stop strings, which may end inside a draft. Some prompts nearly fill the context, and one draft
-model has a shorter context than the target. Acceptance does not decrease, and no memory leaks
+model has a shorter context than the target. Acceptance does not decrease, and memory does not leak
 (vllm#41838, sglang#28771).
 """
 
@@ -30,7 +30,7 @@ WARM, GROWTH = 500, 16 << 20
 
 
 def models(family, folder):
-    """A target, an equal model for plain decoding, and drafters: lookup, draft models, trees."""
+    """Return a target, an equal model for plain decoding, and drafters: lookup, models, trees."""
 
     def opened(seed, n_ctx=N_CTX):
         if family == "toy":
@@ -57,7 +57,7 @@ def models(family, folder):
         )),
     ],
 )  # fmt: skip
-def test_every_request_is_answered_like_the_first(family, requests, tmp_path):
+def test_every_request_is_answered_as_by_plain_decoding(family, requests, tmp_path):
     rng = np.random.default_rng(5)
     target, twin, drafters = models(family, tmp_path)
 

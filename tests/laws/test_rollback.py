@@ -1,4 +1,4 @@
-"""The law of rollback: after a rewind, a recurrent model is as if it never had the tokens.
+"""The law of rollback: after a rewind, a recurrent model is as if it had never read the tokens.
 
 For all strategies and families, in torch: the state, the convolution window and the attention
 entries after any number of accepted tokens, and greedy decoding over many rounds; in llama.cpp,
@@ -44,7 +44,10 @@ WAYS |= {file: [way for way in STRATEGIES[1:] if way in (auto, *STRATEGIES[2:])]
 
 
 def some_of(shift):
-    """All pairs. By default, llama.cpp and qwen3_5_text, and one strategy per other family."""
+    """Return all pairs of family and strategy. Only slow runs test all of them.
+
+    By default, families other than qwen3_5_text and those of llama.cpp have one strategy.
+    """
     pairs = []
     for i, (family, ways) in enumerate(WAYS.items()):
         for j, way in enumerate(ways):
@@ -54,7 +57,7 @@ def some_of(shift):
 
 
 LLAMA_CLOSE = 2e-3
-"""For logits with a spread of several: llama.cpp's kernels for one and several tokens differ."""
+"""For logits with a spread of several units: llama.cpp has other kernels for single tokens."""
 K = 6
 IDS = [int(i) for i in np.random.default_rng(1).integers(3, VOCAB, 64)]
 CLOSE = 5e-4
@@ -68,7 +71,7 @@ def opened(family, way="auto", **options):
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The models of GGUFS as llama.cpp files."""
+    """The models of GGUFS as float32 files for llama.cpp."""
     folder = tmp_path_factory.mktemp("hybrids")
     with quiet():
         folders = {name: hybrid_folder(folder / name, name.removesuffix(".gguf")) for name in GGUFS}
@@ -77,7 +80,7 @@ def files(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def llama(files):
-    """Opens each family, strategy and options once in llama.cpp."""
+    """Opens each combination of family, strategy and options once in llama.cpp."""
     with ExitStack() as models:
 
         @cache
@@ -113,7 +116,7 @@ def state_of(model):
 
 
 def feed(model, *steps):
-    """Feed lists of tokens and rewind numbers of tokens, after a reset; return the tokens that remain."""
+    """Reset, then feed each list of tokens and rewind by each int; return the remaining tokens."""
     model.reset()
     text = []
     for step in steps:
@@ -127,7 +130,7 @@ def feed(model, *steps):
 
 
 def apart(model, plain, text, n_prompt=9):
-    """Compare a model with `plain`, which is fed the same text: the prompt as a block, then single tokens.
+    """Compare a model with `plain`, which is fed the prompt as a block, then single tokens.
 
     Returns the relative differences of the states and of the next logits, by name; in llama.cpp the
     largest difference of the next logits.
@@ -163,11 +166,11 @@ def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(fam
 
 @pytest.mark.parametrize(("family", "way"), some_of(1))
 def test_a_draft_model_rewinds_its_single_steps(family, way, opener):
-    """Several passes per round, a rewind, and a rewind of an earlier token."""
+    """Each round has several passes and one rewind. At the end, one more token is rewound."""
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
     drafts = [[token] for token in IDS[20 : 20 + K]]
     rounds = [step for accepted in (0, 2, K - 1) for step in (*drafts, K - accepted)]
-    check_same(model, plain, feed(model, IDS[:9], *rounds, 1))  # the last one is before the boundary: no pass since
+    check_same(model, plain, feed(model, IDS[:9], *rounds, 1))  # the last rewind goes to before the boundary
 
 
 class Scripted(DrafterBase):
@@ -234,14 +237,17 @@ def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
     ],
 )
 def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, options, least, most, opener):
-    """Both models rewind, the draft model over single steps; nearly all drafts of equal weights are accepted."""
+    """Both models rewind, the draft model over single steps.
+
+    If their weights are equal, nearly all draft tokens are accepted.
+    """
     target, draft = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400, **options)
     made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
     assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
     assert made.token_ids == decoded(target, tokens=60).token_ids and least <= made.acceptance_rate <= most
 
 
-# --- planted faults, each a known mistake ---------------------------------------------------------
+# --- planted faults, each a known bug -------------------------------------------------------------
 
 
 right_take_back = hf_record.TorchRecorder.take_back
@@ -261,7 +267,7 @@ def left_ahead(part):
 
 
 def off_by(n):
-    """Return a replay of one token too few, or too many."""
+    """Return a rollback that keeps `n` tokens too many (too few if negative)."""
 
     def take_back(recorder, taken):
         right = recorder._state_at
@@ -319,7 +325,7 @@ def listeners(net):
 
 
 @pytest.mark.parametrize("family", (*FORGETFUL, *SINGLE))
-def test_replay_rejects_a_family_without_a_recurrence_and_auto_runs_token_by_token(family):
+def test_families_without_a_recurrence_reject_replay_and_run_token_by_token(family):
     with pytest.raises(InputError, match="use rollback=snapshots"):
         opened(family, "replay")
     model = opened(family)
@@ -344,7 +350,7 @@ def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monk
 
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
-def test_recordings_are_bounded_and_the_boundary_stays_in_reach(way):
+def test_recordings_are_bounded_and_any_rollback_to_the_boundary_works(way):
     model, plain = opened("qwen3_5_text", way, rollback_depth=4), opened("qwen3_5_text", "recompute")
     few = opened("qwen3_5_text", way, rollback_depth=4)
     feed(few, IDS[:9], IDS[9:13])
@@ -376,8 +382,8 @@ def test_drafts_beyond_the_snapshots_use_the_saved_state(llama):
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
-def test_a_reach_that_trusts_llama_cpp_is_detected_and_opens_no_model(llama, files, monkeypatch):
-    """Planted fault: seq_rm returns True for the whole last decode, and the logits are wrong."""
+def test_trusting_llama_cpp_about_its_rollback_range_is_detected(llama, files, monkeypatch):
+    """For the whole last decode, seq_rm returns True, but the next logits are wrong."""
     model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
     monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     assert apart(model, plain, feed(model, IDS[:9], IDS[20:24], 4))["logits"] > 0.5
@@ -388,13 +394,13 @@ def test_a_reach_that_trusts_llama_cpp_is_detected_and_opens_no_model(llama, fil
 
 
 def test_saved_states_do_not_outlive_a_reset(llama):
-    """A saved state loaded into a cleared context silently lacks its attention entries."""
+    """In a cleared context, a loaded saved state would silently lack its attention entries."""
     model, plain = llama(QWEN, "checkpoint"), llama(QWEN, "recompute")
     feed(model, IDS[:9], IDS[9:12])
     check_same(model, plain, feed(model, IDS[30:33], 1))
 
 
-def test_memory_for_snapshots_is_checked_and_they_are_dropped_if_it_is_short(files, monkeypatch):
+def test_llama_cpp_uses_snapshots_only_if_their_memory_fits(files, monkeypatch):
     file = files[QWEN]
     model = GgufModel.open(file, threads=1, rollback="snapshots")
     model.forward(IDS[:9])  # an empty state has no size
@@ -424,7 +430,7 @@ def test_more_snapshots_than_llama_cpp_supports_are_rejected(files):
 
 
 @pytest.mark.parametrize("family", GGUFS)
-def test_the_number_of_threads_changes_no_bit_and_may_change_between_passes(files, family):
+def test_results_are_bit_identical_if_the_thread_count_changes(files, family):
     """The number of threads follows the machine's load, so no result may depend on it."""
     first, second = (GgufModel.open(files[family], threads=1, kv="f32") for _ in range(2))
     with closing(first) as alone, closing(second) as paced:

@@ -56,13 +56,13 @@ def pair(name, seed):
 
 
 @pytest.mark.parametrize(("name", "sampling", "rule"), GRID)
-def test_drafts_in_another_vocabulary_keep_the_law(name, sampling, rule):
+def test_drafting_in_another_vocabulary_preserves_the_distribution(name, sampling, rule):
     target, draft = pair(name, seed=1)
     assert off_by(target, tokens(target, draft), sampling, n=3, k=2, rule=rule) < 1e-9
 
 
-def test_longer_blocks_that_end_early_keep_the_law():
-    """The end-of-generation ids of the two vocabularies differ; a block ends with one."""
+def test_blocks_that_end_early_preserve_the_distribution():
+    """The end-of-generation ids of the two vocabularies differ, and blocks can end with one."""
     target = model((b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1}))
     draft = model((b"<e>", b"b", b"a"), seed=6, eog=frozenset({0}), special=frozenset({0}))
     assert off_by(target, tokens(target, draft), ONE, n=4, k=3, prompt=(0, 2, 0)) < 1e-9
@@ -71,7 +71,7 @@ def test_longer_blocks_that_end_early_keep_the_law():
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 @pytest.mark.parametrize("pieces", [(b"c", b"a", b"b"), (*ABC, b"", b""), (b"", b"b", b"a", b"", b"c")], ids=str)
 def test_the_same_model_with_other_ids_is_never_rejected(pieces, sampling):
-    """q equals the target's row; a wrong map of ids would lower acceptance, even if lossless."""
+    """q equals the target's row, so a wrong map of ids lowers acceptance even if lossless."""
     target = model(ABC, order=2, seed=4, sharpness=1.0)
     for seed in range(8):
         made = generate(
@@ -85,10 +85,10 @@ def test_the_same_model_with_other_ids_is_never_rejected(pieces, sampling):
 
 
 class Scattered(ModelDrafter):
-    """Draws from the draft's row in one order, and reports q in another.
+    """Draws from a row with the shared pieces in one order, and reports q in another.
 
-    The order in which its pruned output holds the shared pieces is that of a hash map, the order in which it is
-    written to the target's ids is ascending.
+    transformers gathers them in the order of a hash map (`order`), and scatters them in the order
+    of the target's ids.
     """
 
     def __init__(self, draft, target, order):
@@ -106,7 +106,7 @@ class Scattered(ModelDrafter):
 
 
 @pytest.mark.parametrize("name", ["shuffled", "a shuffled draft, padded", "repeated in the draft"])
-def test_a_map_in_another_order_breaks_the_law(name):
+def test_a_token_map_in_another_order_is_detected(name):
     target, draft = pair(name, seed=1)
     orders = ([1, 0, 2], [2, 0, 1], [0, 1, 2])
     off = [off_by(target, Scattered(draft, target, order), ONE, n=2, k=1) for order in orders]
@@ -128,7 +128,7 @@ PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""])
     n_ctx=st.sampled_from([4, 15, 4096]),
 )
 @settings(max_examples=300, deadline=None)
-def test_greedy_is_plain_for_any_pieces(pieces, seed, k, prompt, temperature, controller, n_ctx):
+def test_greedy_output_equals_plain_decoding_for_any_pieces(pieces, seed, k, prompt, temperature, controller, n_ctx):
     target = model([b"a", *pieces[0]], order=2, seed=seed)
     draft = model([*pieces[1], b"a"], seed=seed + 1, n_ctx=n_ctx)
     prompt = [token % target.vocab.size for token in prompt]
@@ -146,7 +146,7 @@ CODE = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(
 
 
 @pytest.mark.model
-def test_a_real_draft_model_with_another_vocabulary_is_lossless_and_accepted(opened):
+def test_a_real_draft_model_with_another_vocabulary_is_lossless(opened):
     target = opened("smollm2-135m?backend=hf&dtype=float32")
     draft = with_vocabulary(opened("smollm2-135m:q4_0?threads=1"), read_shelf("gpt-2"))
     run = partial(generate, target, CODE, max_new_tokens=16, ignore_eog=True)

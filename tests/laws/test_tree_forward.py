@@ -37,7 +37,7 @@ CLOSE = 2e-5
 
 @cache
 def made(name):
-    """Return the model of that name."""
+    """Return the model `name` of NAMES, opened once."""
     if name == "toy":
         return toy.ToyLM(toy.markov(VOCAB, order=4)._logits_of, toy.letters(VOCAB), n_ctx=64)
     return torch_lm(*name.split(", "))
@@ -158,7 +158,7 @@ def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, 
             path = tree.path(leaf)
             same(rows[path], model.forward([ids[node] for node in path]))
             model.rewind(len(path))
-    monkeypatch.setattr(decoder, "_paths", lambda n, tree: [(None, list(range(n)))])  # a chain needs none
+    monkeypatch.setattr(decoder, "_paths", lambda n, tree: [(None, list(range(n)))])  # a chain needs no gather
     for held, length in ((20, 1), (20, 6), (61, 6)):
         from_scratch(model, IDS[:held], 0)
         steps = np.concatenate([model.forward([token]) for token in IDS[-length:]])
@@ -233,7 +233,7 @@ def test_an_unsettled_tree_blocks_all_other_calls(model):
     ],
 )
 def test_a_failed_tree_restores_the_state(monkeypatch, name, owner, method, error, seen):
-    """Whether the forward pass fails or the choice of a path."""
+    """Either the forward pass fails, or `keep_path`."""
     model = made(name)
     from_scratch(model, IDS[:3])
     with monkeypatch.context() as patch, pytest.raises(seen):
@@ -255,7 +255,7 @@ def test_a_failed_tree_restores_the_state(monkeypatch, name, owner, method, erro
         ("mamba2", {}, "the rollback strategy of this model is replay"),
     ],
 )  # fmt: skip
-def test_models_that_would_be_wrong_report_why_they_support_no_trees(kind, config, why):
+def test_models_without_exact_trees_report_the_reason(kind, config, why):
     model = HfModel(torch_model(kind, **config), None, name=kind)
     assert not model.caps.trees and why in model.caps.trees_reason
     with pytest.raises(InputError, match=f"{kind} cannot compute trees: .*{why}"):
@@ -301,7 +301,7 @@ def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, mo
     assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
 
 
-def test_a_model_whose_trees_fail_opens_without_them(monkeypatch):
+def test_a_model_whose_trees_fail_opens_without_tree_support(monkeypatch):
     monkeypatch.setattr(hf_engine, "tree_mask", raising(TypeError("masks are made otherwise now")))
     model = torch_lm()
     model.forward(IDS[:3])

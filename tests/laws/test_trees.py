@@ -43,8 +43,8 @@ def rejected_one_by_one(logits, proposal, chooser):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_walk_equals_rejection_child_by_child_with_the_stated_probability(seed):
-    """The probability of position j, if its path is reached, also equals the enumeration."""
+def test_walking_a_tree_equals_rejecting_its_children_one_by_one(seed):
+    """`accept_prob[j]` also equals the enumerated probability, given the path up to position j."""
     rng = np.random.default_rng(seed)
     proposal = Trees(5, 4, seed).propose([0], 5, None)
     logits = 1.5 * rng.standard_normal((6, 4))
@@ -77,7 +77,7 @@ FLAT = [1 / 16] * 16
     # a high entropy of the target lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
     ([FLAT, FLAT], [3], (-1,), (0,)), ([[0.06] * 15 + [0.1], FLAT], [0], (-1,), (0,)),
     ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon applies
-    # of equally long paths the most probable: 0.2 * 0.9 against 0.5 * 0.25
+    # the most probable of equally long paths: 0.2 * 0.9 against 0.5 * 0.25
     ([SPLIT, EVEN, EVEN, EVEN], [0, 1, 2], (-1, -1, -1), (1,)),
     ([SPLIT, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1), (0, 2)),
 ])  # fmt: skip
@@ -127,7 +127,7 @@ FAULTS = [_best_child_untested, _not_renormalised, _correction_from_all_of_p, _r
 
 
 @pytest.mark.parametrize("faulty", FAULTS)
-def test_planted_faults_break_the_law(faulty):
+def test_planted_faults_are_detected(faulty):
     def rule(logits, proposal, chooser):
         return (accept.RULES["token"] if proposal.tree is None else faulty)(logits, proposal, chooser)
 
@@ -166,8 +166,8 @@ def test_a_tree_may_be_empty():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 9])
-def test_no_node_is_deeper_than_what_can_still_be_committed(n):
-    """And the remaining nodes form a consistent tree."""
+def test_nodes_too_deep_to_be_committed_are_dropped(n):
+    """The remaining nodes form a consistent tree."""
     chain_and_star = Proposal((1, 2, 3, 4, 2, 3), tree=Tree((-1, 0, 1, 2, -1, 4)))
     made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 6), max_new_tokens=n)
     first = made.rounds[0]
@@ -177,7 +177,7 @@ def test_no_node_is_deeper_than_what_can_still_be_committed(n):
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_a_target_without_tree_support_is_rejected(announced):
-    """Before the first token; an undeclared tree, when it is proposed."""
+    """Before the first token if the drafter declares trees, else when it proposes one."""
     target = toy.cyclic(5)
     target.caps = replace(target.caps, trees=False, trees_reason="its layers have sliding windows")
     drafter = Trees(3, 5) if announced else proposing(Proposal((1, 2), tree=Tree((-1, -1))))
@@ -193,8 +193,8 @@ def test_a_controller_for_chains_rejects_trees():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_bad_logits_in_a_tree_stop_the_run_with_their_position(temperature):
-    """The third node, the second of its path, has NaN: two tokens after the prompt."""
+def test_nonfinite_logits_in_a_tree_stop_the_run_with_their_position(temperature):
+    """The third node, second on its path, has NaN logits: two tokens after the prompt."""
     fed, rows = [], toy.cyclic(5)._logits_of
     target = toy.ToyLM(lambda prefix: rows(prefix) * (np.nan if prefix == (0, 1, 2) else 1), toy.letters(5))
     target.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
@@ -219,7 +219,7 @@ class Knowing(Trees):
 
 
 @pytest.mark.model
-def test_a_real_model_verifies_trees_as_it_decodes_plainly(opened):
+def test_tree_verification_on_a_real_model_equals_plain_decoding(opened):
     target = opened("smollm2-135m?backend=hf&dtype=float32")
     plain = generate(target, "def fibonacci(n):\n", max_new_tokens=32)
     made = generate(target, plain.prompt_ids, drafter=Knowing(plain, target.vocab.size), max_new_tokens=32)

@@ -22,7 +22,10 @@ TREES = {
 
 
 class Trees(DrafterBase):
-    """Proposes a tree of `size` nodes and `vocab` tokens by the text; siblings differ."""
+    """Proposes trees of up to `size` nodes, which depend only on the text; siblings differ.
+
+    Tokens are below `vocab`. Shapes are random, or `parents`.
+    """
 
     name = "trees"
 

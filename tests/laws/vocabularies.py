@@ -1,4 +1,4 @@
-"""Closed-form models over any vocabulary: equal texts with other ids, pieces and padding."""
+"""Closed-form models over any vocabulary: the same texts with other ids, pieces and padding."""
 
 from dataclasses import replace
 

@@ -62,7 +62,7 @@ def check_holds_past(model: LanguageModel) -> None:
     np.testing.assert_array_equal(model.forward([8]), steps(model, [*PAST, 8])[-1:])
 
 
-def test_engines_implement_the_protocol_and_rejected_calls_do_not_change_the_state(model):
+def test_engines_implement_the_protocol_and_keep_the_state_on_bad_calls(model):
     assert isinstance(model, LanguageModel)
     assert model.caps.n_ctx == N_CTX and model.caps.rewind == "crop" and model.vocab.size == VOCAB
     assert model.caps.max_width == (8 if model.caps.engine == "llama.cpp" else N_CTX)
@@ -79,7 +79,7 @@ def test_engines_implement_the_protocol_and_rejected_calls_do_not_change_the_sta
 
 @pytest.mark.parametrize("name", ENGINES)
 @given(pieces=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10)), min_size=1, max_size=5))
-def test_any_sequence_of_forwards_and_rewinds_equals_single_steps(models, name, pieces):
+def test_any_sequence_of_passes_and_rewinds_equals_single_steps(models, name, pieces):
     """Up to the last token of the context. Returned rows are not overwritten by later calls."""
     model = models[name]
     held = []

@@ -64,7 +64,7 @@ def transformers_rows(net: torch.nn.Module) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_decoder_computes_what_transformers_does(name):
+def test_the_decoder_computes_the_logits_of_transformers(name):
     """In bfloat16, the error against float64 is at most transformers', and top tokens agree."""
     judge = transformers_rows(network(name, torch.float64))
     spread = judge.std()
@@ -91,7 +91,7 @@ def test_hidden_states_of_tapped_layers_are_returned():
         torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=0)
 
 
-def test_a_model_of_some_blocks_equals_a_network_of_these_blocks():
+def test_a_model_of_some_blocks_equals_a_network_with_only_these_blocks():
     model = opened("qwen3")
     net = network("qwen3")
     net.model.layers = net.model.layers[1:]
@@ -150,7 +150,7 @@ def test_the_certificate_holds_for_all_instruction_sets(name, value, less, tmp_p
     subprocess.run([sys.executable, "-c", code], env=env, check=True, timeout=120)
 
 
-def test_the_probe_detects_a_lone_row_by_another_kernel(monkeypatch):
+def test_the_probe_detects_another_kernel_for_single_rows(monkeypatch):
     model = opened()
     if not model.caps.same_bits_up_to:
         pytest.skip("this CPU rounds rows by their number anyway")
@@ -180,7 +180,7 @@ def test_the_probe_detects_the_width_at_which_the_int4_kernel_changes(monkeypatc
 
 @pytest.mark.parametrize("onednn", [True, False])
 def test_the_attention_of_a_token_is_bit_identical_in_blocks(onednn):
-    """Without AVX-512, oneDNN multiplies no bfloat16, and fewer than four rows run in another kernel."""
+    """Without AVX-512, oneDNN does not multiply bfloat16; fewer than 4 rows use another kernel."""
     decoder = opened("llama, int4", "int4")._engine.decoder
     n_held = 448
     decoder._reserve(n_held + 4)
@@ -195,7 +195,7 @@ def test_the_attention_of_a_token_is_bit_identical_in_blocks(onednn):
                 assert torch.equal(rows, torch.cat(steps[:n]))
 
 
-def test_a_model_uses_its_number_of_threads_and_restores_the_number_of_the_process():
+def test_a_model_sets_its_thread_count_only_during_a_pass():
     before = torch.get_num_threads()
     model = opened()
     seen = []

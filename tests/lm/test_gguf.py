@@ -35,7 +35,7 @@ def test_other_files_and_truncated_ones_are_rejected(file, tmp_path, capfd):
     assert capfd.readouterr() == ("", "")  # llama.cpp's log is redirected
 
 
-def test_bad_options_and_those_not_for_recurrent_models_are_rejected(file, tmp_path):
+def test_invalid_options_and_those_not_for_recurrent_models_are_rejected(file, tmp_path):
     recurrent = mamba_gguf(tmp_path / "mamba.gguf")
     for options in ({"rollback": "crop"}, {"rollback": "snapshots"}, {"rollback": "replay"}):
         with pytest.raises(InputError):
@@ -61,7 +61,7 @@ def test_memory_for_all_parts_and_the_context_is_checked_first(file, tmp_path, m
 
 
 @pytest.mark.parametrize("kv", ["f16", "mixed"])
-def test_cache_types_agree_and_only_float32_differs_by_rounding_alone(file, files, kv):
+def test_cache_types_agree_and_only_float32_is_lossless(file, files, kv):
     for path, options in ((file, {"kv": kv}), (files["q8_0"], {"kv": kv, "exact": "true"})):
         model = GgufModel.open(path, threads=1, exact="false")
         other = GgufModel.open(path, threads=1, **options)
@@ -71,7 +71,7 @@ def test_cache_types_agree_and_only_float32_differs_by_rounding_alone(file, file
             each.close()
 
 
-# ---- equal bits at all widths
+# ---- bit-identical logits at all widths
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +110,7 @@ def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, 
     model.close()
 
 
-def test_auto_is_exact_if_that_is_free_and_uses_the_fastest_settings_otherwise(files, tmp_path):
+def test_auto_is_exact_if_that_is_free_and_otherwise_fastest(files, tmp_path):
     for kind, path in (files | {"recurrent": mamba_gguf(tmp_path / "mamba.gguf")}).items():
         model = GgufModel.open(path)
         fastest = GgufModel.open(path, exact="false")

@@ -58,7 +58,7 @@ def without_a_weight(folder, **other):
     ("model.safetensors", without_a_weight, LACKING),
     ("model.safetensors", lambda folder: without_a_weight(folder, **{LACKING: torch.zeros(3, 5)}), LACKING),
 ])  # fmt: skip
-def test_a_broken_file_is_one_readable_error(folder, file, content, problem):
+def test_a_broken_file_raises_one_readable_error(folder, file, content, problem):
     data = content.encode() if isinstance(content, str) else content(folder)
     (folder / file).write_bytes(data)
     with pytest.raises(LoadError, match=f"{folder}.*{problem}") as caught:
@@ -97,8 +97,8 @@ def split_by(regex):
     )
 
 
-def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
-    """Panics of the tokenizers library (Rust) are not an Exception, or abort the process."""
+def test_a_tokenizer_that_panics_raises_one_readable_error(tmp_path):
+    """A panic of the tokenizers library (Rust) is not an Exception, or it aborts the process."""
     folder = torch_folder(tmp_path / "model", vocab_size=300)
     model = HfModel.open(with_tokenizer(folder, split_by("(a+)+$")))
     assert model.encode("ab")
@@ -110,7 +110,7 @@ def test_a_tokenizer_that_panics_is_one_readable_error(tmp_path):
         HfModel.open(folder)
 
 
-def test_a_hub_id_that_cannot_be_reached_is_one_error(monkeypatch):
+def test_a_hub_id_that_cannot_be_reached_raises_one_error(monkeypatch):
     # its client reads the variable at import
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(LoadError, match="cannot load 'some-org/some-model'"):

@@ -1,4 +1,4 @@
-"""int4: blocks equal the weights of a file, products equal a reference, errors are clear."""
+"""int4: blocks equal the weights of a file, products agree with a reference, errors are clear."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +38,7 @@ def dequantized(blocks: Blocks) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
-def test_blocks_are_the_weights_of_the_file(kind):
+def test_blocks_equal_the_weights_of_the_file(kind):
     """The reference is gguf's dequantization. Types other than Q4 are rounded to 255 steps."""
     matrix = random_matrix(kind)
     expected = torch.from_numpy(gguf.dequantize(matrix.data, kind))
@@ -126,14 +126,14 @@ def test_a_file_opens_with_its_weights(file):
     assert [each.network.model.layers[0].mlp.up_proj.matrix.bits for each in (model, coarse)] == [8, 4]
 
 
-def test_a_missing_tensor_is_an_error_with_its_name(file):
+def test_a_missing_tensor_raises_an_error_with_its_name(file):
     data = file.read_bytes()
     file.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gote.weight"))
     with pytest.raises(LoadError, match=r"blk\.1\.ffn_gate\.weight"):
         specnb.load(f"{file}?backend=hf&dtype=int4")
 
 
-def test_int4_is_for_some_families_on_the_cpu(file, tmp_path):
+def test_int4_supports_only_some_families_and_only_the_cpu(file, tmp_path):
     for name, value in (
         (f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4", "llama, qwen2, qwen3"),
         (f"{file}?backend=hf&dtype=int4&device=cuda", "cpu"),
@@ -144,7 +144,7 @@ def test_int4_is_for_some_families_on_the_cpu(file, tmp_path):
             specnb.load(name)
 
 
-def test_a_folder_is_rounded(tmp_path):
+def test_the_weights_of_a_folder_are_rounded(tmp_path):
     folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
     model = specnb.load(f"{folder}?dtype=int4")
     kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
@@ -175,7 +175,7 @@ def test_a_four_bit_file_opens_in_int4_if_that_is_fastest(monkeypatch):
         assert "dtype" not in files.parse(name).options
 
 
-def test_the_result_is_cached_for_this_cpu(monkeypatch, tmp_path):
+def test_whether_int4_is_fastest_is_cached_for_this_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     int4.is_fastest("float32")
     (file,) = Path(tmp_path, "int4").iterdir()

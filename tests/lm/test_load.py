@@ -52,7 +52,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_all_forms_of_names_and_keyword_options_take_precedence(tmp_path, monkeypatch):
+def test_all_forms_of_names_parse_and_keyword_options_take_precedence(tmp_path, monkeypatch):
     (tmp_path / "folder").mkdir()
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
@@ -113,7 +113,7 @@ REPOSITORY = ["README.md", "mmproj-Q8_0.gguf", "tiny-q8_0.gguf", "tiny-IQ8_0.ggu
 
 @pytest.fixture
 def hub(folder, monkeypatch):
-    """Fakes of two functions of the hub library, with a tiny model; returns what was downloaded."""
+    """A fake hub with a tiny model; returns the list of (repository, file, revision) downloaded."""
     snapshot = folder / "hub" / "models--ORG--NAME" / "snapshots" / "v1"
     fetched = []
 
@@ -145,7 +145,7 @@ def test_a_hub_gguf_opens_by_type_or_name_and_is_downloaded_once(hub, monkeypatc
         load("hf:ORG/NAME/other.gguf")
 
 
-def test_missing_and_ambiguous_types_and_a_missing_network_are_errors(hub, monkeypatch):
+def test_missing_or_ambiguous_types_and_a_missing_network_raise_errors(hub, monkeypatch):
     for kind, value in {"F16": r"a\.F16\.gguf or b", "Q3_K": "Q3_K.*tiny-q8_0"}.items():
         with pytest.raises(InputError, match=value):
             load(f"hf:ORG/NAME:{kind}")
@@ -202,7 +202,7 @@ def test_weights_count_all_parts_in_the_requested_type(tmp_path):
 # ---- options
 
 
-def test_options_are_converted_to_the_engines_types_and_others_are_rejected():
+def test_options_are_converted_to_types_and_invalid_ones_are_rejected():
     written = typed_options(parse("m.gguf?n_ctx=64&exact=TRUE&kv=f16"))
     assert written == {"n_ctx": 64, "exact": "true", "kv": "f16"}
     given = typed_options(parse("hf:o/n?dtype=float16", exact=False, n_ctx=np.int64(8)))

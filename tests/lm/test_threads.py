@@ -36,7 +36,7 @@ def opened(files, engine, **options):
 
 @pytest.fixture
 def two_cores(monkeypatch):
-    """A machine with two cores and a load set by `load`, with long enough measurements."""
+    """A machine with two cores, of which other processes use `load["other"]` on average."""
     load = {"other": 0.0}
     monkeypatch.setattr("specnb.lm.gguf.model.available_cores", lambda: 2)
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
@@ -51,8 +51,8 @@ def two_cores(monkeypatch):
     (range(1, 99), (PROBED_WIDTHS[-1], False)),
     (PROBED_WIDTHS[4:], (PROBED_WIDTHS[3], False)),
 ])  # fmt: skip
-def test_a_certificate_is_the_minimum_over_numbers_of_threads_and_is_cached(differ, expected, tmp_path, monkeypatch):
-    """With one thread, passes of the widths `differ` round differently."""
+def test_a_certificate_is_the_minimum_over_thread_counts_and_is_cached(differ, expected, tmp_path, monkeypatch):
+    """With one thread, passes over n tokens round differently for n in `differ`."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     model = toy.markov(8, seed=1)
     right = model.forward
@@ -64,7 +64,7 @@ def test_a_certificate_is_the_minimum_over_numbers_of_threads_and_is_cached(diff
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch", "recurrent"])
-def test_threads_follow_free_cores_within_a_text_if_bits_are_equal(engine, files, two_cores):
+def test_threads_follow_free_cores_within_a_text_if_bit_identical(engine, files, two_cores):
     model = opened(files, engine)
     any_time = model.caps.details["threads_change"] == "within a text"
     assert any_time or not model.caps.same_bits_up_to or engine == "torch"
@@ -89,7 +89,7 @@ def test_threads_follow_free_cores_within_a_text_if_bits_are_equal(engine, files
 
 
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
-def test_the_users_number_of_threads_does_not_change(engine, files, two_cores):
+def test_a_thread_count_set_by_the_user_does_not_change(engine, files, two_cores):
     two_cores["other"] = 1.9
     model = opened(files, engine, threads=2)
     model.forward(IDS)
@@ -162,7 +162,7 @@ print(*sorted(set(outcomes)))
 @pytest.mark.parametrize("end", ["both", "close"])
 @pytest.mark.parametrize("engine", ["llama.cpp", "torch"])
 def test_concurrent_use_and_close_raise_errors_and_never_abort(engine, end, files):
-    """In a subprocess, because llama.cpp aborts without a lock."""
+    """In a subprocess, because without a lock, llama.cpp would abort the process."""
     words = [sys.executable, "-c", TWO_THREADS, engine, str(files[engine]), end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

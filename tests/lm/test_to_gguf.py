@@ -99,7 +99,7 @@ def test_the_shipped_gguf_equals_its_folder_and_its_float32_copy(name, tmp_path,
     assert copied.is_relative_to(tmp_path) and distance(llama_logits(copied), llama_logits(direct)) == 0
 
 
-# Tokenizers: written by name if llama.cpp has their expression, otherwise rejected (see below).
+# Tokenizers are written by name if llama.cpp has their expression, otherwise rejected (see below).
 
 
 def words_of(pre: str) -> str:
@@ -169,7 +169,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("value", BROKEN)
-def test_a_damaged_or_unsupported_folder_is_one_error_with_the_value(value, copy, tmp_path):
+def test_a_damaged_or_unsupported_folder_raises_one_error_with_the_value(value, copy, tmp_path):
     name, change = BROKEN[value]
     folder = copy(name)
     change(folder) if callable(change) else edit(folder / "config.json", **change)

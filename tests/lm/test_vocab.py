@@ -71,7 +71,7 @@ def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
             assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())
 
 
-def test_special_and_added_tokens_ends_and_kinds(byte_level, byte_fallback):
+def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     size = len(byte_level)
     vocab = tokenizer_vocabulary(byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7]))
     assert (vocab.kind, vocab.bos, vocab.eos, vocab.add_bos) == ("bpe", 0, 0, False)
@@ -99,12 +99,12 @@ def test_engines_agree_with_and_without_special_tokens(opened):
             model.encode("half a pair \ud800")
 
 
-# --- chat templates are part of downloaded models: they run in a sandbox ---
+# --- chat templates are part of downloaded models, so they run in a sandbox ---
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
 
 
-def test_a_hostile_or_broken_template_is_one_error_without_side_effects():
+def test_a_hostile_or_broken_template_raises_one_error_and_has_no_effect():
     before = [dict(message) for message in MESSAGES]
     for template in (
         "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}",
