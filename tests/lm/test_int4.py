@@ -96,9 +96,13 @@ def test_the_gate_is_bit_identical_for_any_number_of_rows():
     layers = [BlockLinear(random_matrix(Kind.Q4_K, 1536, 1)) for _ in range(2)]
     gate = Int4Gate(*layers)
     x = torch.randn(100, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        assert torch.equal(gate(x), torch.cat([gate(row[None]) for row in x]))
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            assert torch.equal(gate(x), torch.cat([gate(row[None]) for row in x]))
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_embedding_reads_its_rows_from_the_file():
