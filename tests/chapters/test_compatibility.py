@@ -1,4 +1,4 @@
-"""A draft model behind other vocabularies: what the trial counts, and that nothing is lost or left open."""
+"""A draft model with other vocabularies: the trial's counts, equal texts, and closed models."""
 
 import json
 
@@ -35,7 +35,7 @@ def models(monkeypatch):
     return opened
 
 
-def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
+def test_every_prompt_runs_with_each_vocabulary_and_is_counted(models):
     seen = []
     record = compatibility.run_trial(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
@@ -53,7 +53,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     assert own["tau"] == pytest.approx(sum(g.tau * len(g.rounds) for g in runs) / sum(len(g.rounds) for g in runs))
     assert all(0 <= r["in_reach"] <= 1 and r["tau"] <= r["tau_bound"] + 1e-9 for r in rows)
     assert own["predicted_rate"] == pytest.approx(own["acceptance_rate"], abs=0.1), "the same run, as one number"
-    # no toy writes the ordinary text, so the share of it that is in reach is not known, and nothing is predicted
+    # toys cannot encode the ordinary text, so its reach is unknown and nothing is predicted
     assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
     assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
     table = pd.DataFrame(rows).assign(text_shared=[1.0, 1.0, 0.5])
@@ -64,7 +64,7 @@ def test_each_vocabulary_runs_every_prompt_and_is_counted(models):
     ]
 
 
-def test_a_draft_with_weights_runs_itself_and_nothing_is_predicted_of_it(models):
+def test_a_draft_with_weights_runs_as_a_model_without_a_prediction(models):
     record = compatibility.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None

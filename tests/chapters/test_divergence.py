@@ -31,7 +31,7 @@ def test_a_hypothesis_is_open_without_the_set_up_that_decides_it(wrong):
     assert divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "for the plant"] == "open"
 
 
-def test_claims_about_the_case_flip_with_what_the_set_ups_show(wrong):
+def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
     def judged(investigation):
         values = read_fixed() | divergence.divergence_values(investigation)
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
@@ -85,7 +85,7 @@ def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong, monkeypat
 
 
 def test_names_are_text_and_never_markup(wrong, monkeypatch):
-    """A figure obeys some tags even in its data."""
+    """Plotly interprets some tags even in a figure's data."""
     table = divergence.heat_of(wrong.outcome()).rename({"layers.0.mlp.experts": HOSTILE})
     monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
     for figure in (divergence.draw_heat(wrong), divergence.draw_strips(table.T.rename(str), title="", marks={})):

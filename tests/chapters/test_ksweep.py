@@ -56,7 +56,7 @@ def record():
         return run(k_max=5)
 
 
-def test_every_prompt_runs_plainly_and_live_with_every_k_and_temperature_and_the_checks_pass(record):
+def test_every_prompt_runs_with_every_k_and_temperature_and_checks_pass(record):
     runs = [(g.prompt_id, g.temperature, g.k) for g in record.generations]
     texts = [*product(("code-01", "code-02", "prose-01", "prose-02"), (0.0, 0.7))]
     assert sorted(runs) == sorted((*text, k) for text, k in product(texts, (0, 0, 1, 3)))
@@ -96,7 +96,7 @@ def test_the_replay_covers_every_k_and_agrees_with_the_live_runs(record):
     assert failed["check"].tolist() == [REPLAYS] and (failed["of"] - failed["hold"]).tolist() == [1]
 
 
-def test_a_draft_model_has_a_cost_and_of_the_replayed_drafters_those_that_do_not_fit_are_left_out(target, monkeypatch):
+def test_a_draft_model_has_a_cost_and_unsuitable_drafters_are_left_out(target, monkeypatch):
     draft, load_drafter = toy.markov(7, seed=2), experiment.load_drafter
     draft.caps, draft.name, draft.close = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0", Mock()
     given = {"model": LoadedDrafter(ModelDrafter(draft))}
@@ -150,9 +150,7 @@ def test_invalid_drafters_and_prompts_raise_errors_before_timing(target, monkeyp
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("the kernel is full")], ids=repr)
-def test_generations_before_an_error_are_saved_and_a_failure_to_save_does_not_hide_the_error(
-    target, monkeypatch, tmp_path, error
-):
+def test_an_error_saves_earlier_generations_and_is_never_hidden(target, monkeypatch, tmp_path, error):
     def broken(done, total, what):
         if done == 3:
             raise error

@@ -62,7 +62,7 @@ def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(recor
     assert league.draw_contents(league.compare_contents(record, 0.0)).data
 
 
-def test_the_break_even_line_is_computed_from_the_curve_and_drafters_across_engines_are_marked(record):
+def test_the_break_even_line_is_drawn_and_cross_engine_drafters_are_marked(record):
     across = [name for name in record.measurements["cs"] if "copy" in name]
     measured = record.measurements | {"c_across_engines": across}
     line, *marks = league.draw_region(record.model_copy(update={"measurements": measured})).data

@@ -83,7 +83,7 @@ def test_tables_and_figures_show_the_measured_values(record):
         assert drawn == {place: (row.speedup, row.method) for row, place in places.items()}
 
 
-def test_both_failures_are_reproduced_and_the_twin_has_its_hybrids_shapes_but_neither_failure(folder):
+def test_both_failures_are_reproduced_and_the_attention_twin_decodes(folder):
     message = rollback.llama_refusal(f"{folder}?backend=llama&weights=f32")
     assert "could not decode" in message and "sequence 0 in the input batch have a starting position" in message
     frame = rollback.transformers_crop(str(folder))

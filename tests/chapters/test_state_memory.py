@@ -64,7 +64,7 @@ def test_the_formulas_give_the_bytes_of_every_familys_cache(family):
 
 
 def test_models_are_sized_by_name_or_config():
-    """Of a composite config, the text part is used."""
+    """For a composite config, the text part is used."""
     composite = config_of("qwen3_5")
     assert sizes_of(composite) == sizes_of(composite.text_config)
     table = state_memory.of_models(state_memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])[

@@ -90,7 +90,7 @@ def test_a_short_training_starts_from_its_heads_and_does_not_change_them(noteboo
     assert len(notebook.view.history) == 2 * 12 * 3
 
 
-def test_the_costs_of_an_ablation_are_those_counted_by_hand(notebook):
+def test_the_costs_of_an_ablation_match_a_count_by_hand(notebook):
     table = notebook.ablation.set_index("variant")
     assert list(table.index) == [*VARIANTS] and list(table.index[table["top1"].isna()]) == [trained_heads.NOT_TRAINED]
     d, v, n = periodic.HIDDEN, len(MAP), 3
@@ -104,7 +104,7 @@ def test_the_costs_of_an_ablation_are_those_counted_by_hand(notebook):
         assert table.loc[name, ["parameters", "read_mb"]].tolist() == pytest.approx([parameters, 4 * read / 1e6])
 
 
-def test_texts_with_drafts_are_plain_texts_and_speeds_add_up(notebook):
+def test_drafted_texts_equal_plain_ones_and_speeds_add_up(notebook):
     speeds = notebook.speeds
     assert (speeds["identical"] == speeds["n_prompts"]).all() and (speeds["tau"] > 1.5).all()
     share = notebook.study.reference.baseline.share
@@ -135,7 +135,7 @@ def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebo
 
 
 def test_prompts_that_are_timed_and_judged_never_overlap():
-    """A category has 14: one alone is judged on 5 of them, each of six on 1."""
+    """Of 14 prompts, 5 or more are judged in a single category, 1 or more in each of six."""
     for categories, most in ((("code",), 9), (("code", "prose"), 11), (CATEGORIES, 13)):
         timed, judged = choose_prompts(categories, most)
         assert len(timed) == most * len(categories) and not {p.id for p in timed} & {p.id for p in judged}

@@ -1,4 +1,4 @@
-"""Verdicts, findings and the rules of other engines: on small descriptions, and on every row of the report's table."""
+"""Verdicts, findings and other engines' checks: small descriptions, and the report's table."""
 
 import json
 from dataclasses import replace
@@ -38,18 +38,18 @@ def lacking_letters(_text):
 
 @pytest.mark.parametrize(("draft", "verdict", "llama", "hf"), [
     (made(*ABC), Verdict.DROP_IN, True, True),
-    (made(*ABC, padding=3), Verdict.SLICING, True, False),  # padding is no mismatch
-    (made(*ABC, padding=200), Verdict.SLICING, False, False),  # a wrong refusal of both
+    (made(*ABC, padding=3), Verdict.SLICING, True, False),  # padding is not a mismatch
+    (made(*ABC, padding=200), Verdict.SLICING, False, False),  # both engines are wrong to refuse it
     (made(*ABC, b"<new>"), Verdict.SLICING, True, False),
-    (made(*ABC[:6], b"?", *ABC[7:]), Verdict.TRANSLATION, False, True),  # transformers: a wrong acceptance
-    (made(b"?", *ABC[1:]), Verdict.TRANSLATION, True, True),  # ids below 5 are never compared by llama.cpp
+    (made(*ABC[:6], b"?", *ABC[7:]), Verdict.TRANSLATION, False, True),  # transformers is wrong to accept it
+    (made(b"?", *ABC[1:]), Verdict.TRANSLATION, True, True),  # llama.cpp does not compare ids below 5
     (made(*[p + p for p in ABC]), Verdict.IMPOSSIBLE, False, True),
     (made(*ABC[::-1], kind="wpm"), Verdict.IMPOSSIBLE, False, True),
-    (CONTROL, Verdict.IMPOSSIBLE, False, True),  # control tokens and text never stand for one another
+    (CONTROL, Verdict.IMPOSSIBLE, False, True),  # control tokens never match text
     (replace(PLAIN, vocab=None), Verdict.UNKNOWN, None, True),
     (replace(PLAIN, tokenizer=lacking_letters), Verdict.DROP_IN, True, True),
 ])  # fmt: skip
-def test_the_verdict_and_what_others_say(draft, verdict, llama, hf):
+def test_the_verdict_and_the_checks_of_other_engines(draft, verdict, llama, hf):
     report = check(replace(PLAIN, tokenizer=lambda _: []), draft)
     assert (report.verdict, report.llama_cpp.accepts, report.transformers.accepts) == (verdict, llama, hf)
     assert report.verdict in report.summary()
@@ -77,7 +77,7 @@ def test_each_difference_is_one_finding_with_both_values_and_a_remedy(change, to
     assert report.verdict == Verdict.DROP_IN
 
 
-def test_the_verdict_says_what_it_predicts_and_says_nothing_where_it_cannot():
+def test_a_report_predicts_acceptance_unless_the_reach_is_unknown():
     report = check(described("smollm2"), described("gpt-2"))
     assert report.way == "tokens" and 0.9 < report.reach < 1 and f"{report.reach:.1%}" in report.expectation(7)
     assert check(PLAIN, PLAIN).reach == 1.0 and "5.00 tokens" in check(PLAIN, PLAIN).expectation()
@@ -85,21 +85,21 @@ def test_the_verdict_says_what_it_predicts_and_says_nothing_where_it_cannot():
         assert check(PLAIN, draft).expectation() == "", "no tokenizer here could write the ordinary text"
 
 
-REPORT = [  # target, draft, verdict, llama.cpp, what is beside the tokens; the report's reason is in the comment
+REPORT = [  # target, draft, verdict, llama.cpp accepts, topics other than tokens; comments: the report's reason
     ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # works
     ("deepseek-r1-distill-qwen-32b", "pard-deepseek-r1-distill-qwen-1.5b", Verdict.SLICING, True, {"modified draft"}),
     ("deepseek-r1-distill-qwen-32b", "deepseek-r1-distill-qwen-1.5b", Verdict.SLICING, True, set()),  # "vocab mismatch"
     ("deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct", Verdict.TRANSLATION, False, set()),  # "token mismatch"
     ("qwen3-coder-480b-a35b-instruct", "pard-qwen3-0.6b", Verdict.DROP_IN, True, {"modified draft"}),
     ("qwen3-coder-480b-a35b-instruct", "qwen3-0.6b", Verdict.DROP_IN, True, set()),  # "BOS token mismatch"
-    ("qwen2.5-72b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # what it wants to try next
+    ("qwen2.5-72b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # to be tried next
     ("qwen2.5-72b-instruct", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),
     ("qwen3-next-80b-a3b-instruct", "pard-qwen3-0.6b", Verdict.DROP_IN, True, {"modified draft", "state of the target"})
 ]  # fmt: skip
 
 
-def test_every_row_of_the_reports_table_and_what_it_took_for_reasons():
-    """152,064 against 151,936 is padding; what parts R1 from Qwen2.5 is an added BOS and seven ids."""
+def test_the_verdict_on_every_row_of_the_reports_table():
+    """152,064 and 151,936 differ by padding, R1 and Qwen2.5 in an added BOS and seven ids."""
     reports = [check(described(target), described(draft)) for target, draft, *_ in REPORT]
     for report, (_, _, verdict, llama, beside) in zip(reports, REPORT, strict=True):
         assert (report.verdict, report.llama_cpp.accepts) == (verdict, llama)
@@ -121,7 +121,7 @@ def test_a_matrix_has_a_row_for_each_ordered_pair_of_different_models():
             matrix(models)
 
 
-def test_a_report_is_plain_json_and_counts_from_id_zero_without_padding():
+def test_a_report_is_plain_json_and_its_counts_exclude_padding():
     report = check(made(b"a", b"b", b"c", padding=2), made(b"a", b"x", b"b", b"y", name="other"))
     document = json.loads(json.dumps(report.to_json()))
     assert document["verdict"] == "needs translation" and document["findings"][0]["severity"] == "breaks"

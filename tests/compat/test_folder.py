@@ -1,4 +1,4 @@
-"""A transformers folder, a tokenizer.json or a hub id becomes a description; no model opens."""
+"""Descriptions of transformers folders and tokenizer.json files, without opening a model."""
 
 import json
 from functools import reduce
@@ -21,7 +21,10 @@ LETTER = {b: c for c, b in ALPHABET.items()}
 
 
 def byte_level_tokenizer(single="<|bos|> $A"):
-    """256 letters, three merges, three added tokens (<thînk> is no control token); `single` is its template."""
+    """Return a byte-level BPE as JSON: 256 letters, three merges, three added tokens.
+
+    All added tokens except <thînk> are control tokens. `single` is the template.
+    """
     vocab = {LETTER[b]: b for b in range(256)} | {"Ġt": 256, "he": 257, "Ġthe": 258}
     tokenizer = Tokenizer(models.BPE(vocab, [("Ġ", "t"), ("h", "e"), ("Ġt", "he")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -39,7 +42,7 @@ QWEN = {"model_type": "qwen2", **CONFIG}
 
 
 def folder_of(path, tokenizer=None, config=QWEN, **files):
-    """`files` are the other json files, by stem."""
+    """Write a folder of JSON files; `files` are further ones, by stem."""
     path.mkdir(exist_ok=True)
     named = {"tokenizer": tokenizer, "config": config, **files}
     for stem, value in named.items():
@@ -56,13 +59,13 @@ def folder(tmp_path):
 
 
 def changed(*path, to):
-    """The byte-level tokenizer with one value replaced."""
+    """Return the byte-level tokenizer with the value at `path` replaced."""
     tokenizer = byte_level_tokenizer()
     reduce(getitem, path[:-1], tokenizer)[path[-1]] = to
     return tokenizer
 
 
-def test_every_field_that_a_folder_states(folder):
+def test_all_fields_of_a_folder_are_read(folder):
     d = read_folder(folder)
     assert (d.name, d.source, d.architecture, d.state) == (str(folder), str(folder), "qwen2", State.ATTENTION)
     assert (d.bos, d.eos, d.pad, d.add_bos, d.add_eos) == (261, 259, 259, True, False)
@@ -75,15 +78,15 @@ def test_every_field_that_a_folder_states(folder):
     assert (bare.vocab, bare.vocab_size, bare.eos, bare.mask) == (None, 272, 259, {271})
 
 
-def test_a_tokenizer_alone_and_its_ids_without_special_tokens(folder):
+def test_a_tokenizer_alone_is_read_and_encodes_without_special_tokens(folder):
     d = read_folder(folder / "tokenizer.json")
     assert (d.n_tokens, d.vocab_size, d.architecture, d.bos, d.eos, d.add_bos) == (262, 262, None, 261, None, True)
     ids = d.encode(" the<|im_end|>")
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids) == b" the<|im_end|>"
 
 
-def test_older_and_nested_forms_of_a_file_give_the_same_description(tmp_path):
-    """A model without its type, as GPT-2's file has it, and the ids of a model with images, beside its text part."""
+def test_older_and_nested_file_formats_are_read(tmp_path):
+    """A tokenizer model without a type (GPT-2), and ids next to `text_config` (multimodal)."""
     tokenizer = byte_level_tokenizer()
     del tokenizer["model"]["type"]
     nested = {"model_type": "new", "text_config": {"vocab_size": 272}, "bos_token_id": 261, "pad_token_id": 3}
@@ -92,7 +95,7 @@ def test_older_and_nested_forms_of_a_file_give_the_same_description(tmp_path):
 
 
 @pytest.mark.parametrize(("named", "kind"), [("DFlashDraftModel", "dflash"), ("LlamaForCausalLMEagle3", "eagle3")])
-def test_a_folder_of_a_drafter_without_a_tokenizer_drafts_in_the_targets_vocabulary(folder, named, kind):
+def test_a_drafter_without_a_tokenizer_uses_the_targets_vocabulary(folder, named, kind):
     config = QWEN | {"architectures": [named], "dflash_config": {"mask_token_id": 271}}
     draft = read_folder(folder_of(folder.with_name("draft"), None, config))
     assert draft.architecture == kind and 271 in draft.mask
@@ -123,7 +126,7 @@ def test_state_by_architecture_or_layers(architecture, layer_types, state):
 
 @pytest.mark.parametrize(("single", "expected"), [("<|bos|> $A", (True, False)), ("$A <|im_end|>", (False, True))])
 def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, expected):
-    """By tokenizer.json; the flags of tokenizer_config.json do nothing beside one."""
+    """tokenizer.json decides; next to it, the flags of tokenizer_config.json have no effect."""
     flags = {"add_bos_token": False, "add_eos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
     stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **flags}
     d = read_folder(folder := folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated))
@@ -132,7 +135,7 @@ def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, ex
 
 
 @pytest.mark.model
-def test_the_dequantised_folder_is_its_gguf():
+def test_a_dequantized_folder_has_the_description_of_its_gguf():
     path = zoo_file("smollm2-135m")
     header = read_gguf(path)
     folder = read_folder(dequantize_once(path))
@@ -145,7 +148,7 @@ def test_the_dequantised_folder_is_its_gguf():
 
 
 @pytest.mark.parametrize(("tokenizer", "files", "value"), [
-    (changed("model", "vocab", "a", to=4 * 10**9), {}, str(4 * 10**9)),  # not as many pieces are made
+    (changed("model", "vocab", "a", to=4 * 10**9), {}, str(4 * 10**9)),  # must not allocate that many pieces
     (byte_level_tokenizer(), {"config": QWEN | {"pad_token_id": 272}}, "pad_token_id is 272"),
     (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
     (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),
@@ -157,7 +160,7 @@ def test_the_dequantised_folder_is_its_gguf():
     (byte_level_tokenizer(), {"tokenizer_config": {"eos_token": "<nowhere>"}}, "<nowhere>"),
     (None, {"config": None}, "tokenizer.json"),
 ])  # fmt: skip
-def test_files_that_cannot_be_are_one_error_with_the_value(tmp_path, tokenizer, files, value):
+def test_invalid_files_raise_one_error_with_the_value(tmp_path, tokenizer, files, value):
     folder = folder_of(tmp_path / "m", tokenizer, **files)
     with pytest.raises(InputError) as caught:
         read_folder(folder)

@@ -1,4 +1,4 @@
-"""A GGUF header becomes a description as llama.cpp reads it, and a damaged one becomes one error."""
+"""GGUF headers are described as llama.cpp reads them; damaged ones raise one error."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ def key_value(key, kind, packed):
 
 
 def kind_of(number):
-    """The smallest GGUF type of a number."""
+    """Return the smallest GGUF type of a number."""
     if isinstance(number, float):
         return F32
     if number < 0:
@@ -55,7 +55,7 @@ def kind_of(number):
 
 
 def pair(key, value):
-    """A key and its value, whose type is that of the value: bool, number, text, list of texts, floats or int32."""
+    """Pack a key and a value: a bool, a number, a text, or a list of texts, floats or int32."""
     match value:
         case bool():
             return key_value(key, BOOL, bytes([value]))
@@ -71,7 +71,7 @@ def pair(key, value):
 
 
 def file_of(folder, *pairs, tensors=()):
-    """A file that ends with its header; `tensors` are names with their shapes, the fastest dimension first."""
+    """Write a file that is only a header; `tensors`: names and shapes, fastest dimension first."""
     infos = [text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0) for name, shape in tensors]
     path = folder / "model.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join([*pairs, *infos]))
@@ -79,12 +79,12 @@ def file_of(folder, *pairs, tensors=()):
 
 
 def ggml(**values):
-    """The pairs of a tokenizer."""
+    """Return the key-value pairs of a tokenizer."""
     return [pair(f"tokenizer.ggml.{key}", value) for key, value in values.items()]
 
 
 def bpe_file(folder, tokens=(), *pairs, types=None, pre="gpt-2"):
-    """A byte-level BPE of all 256 letters, without which llama.cpp cannot load, and more tokens, normal by default."""
+    """Write a byte-level BPE: the 256 letters that llama.cpp needs, then `tokens` (normal)."""
     types = [NORMAL] * 256 + (types or [NORMAL] * len(tokens))
     stated = ggml(model="gpt2", pre=pre, tokens=[*LETTERS, *tokens], token_type=types, merges=["a b"])
     return file_of(folder, pair("general.architecture", "llama"), *stated, *pairs)
@@ -96,8 +96,8 @@ def refused(path, value):
     assert str(path) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_every_field_that_a_header_states(tmp_path):
-    """Of a first part of an architecture that llama.cpp does not know, cut after its header."""
+def test_all_fields_of_a_header_are_read(tmp_path):
+    """The first part of a split file, cut after its header; llama.cpp lacks its architecture."""
     tokens = [*LETTERS, "ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]"]
     types = [NORMAL] * 257 + [CONTROL, CONTROL, UNUSED]
     facts = {"general.architecture": "qwen3next", "general.name": "Tiny", "qwen3next.context_length": 4096}
@@ -122,7 +122,7 @@ def test_every_field_that_a_header_states(tmp_path):
 
 
 def as_llama_cpp(path):
-    """What llama.cpp says of the file itself is what is described from its key-values alone."""
+    """Return the description of a file, and check it against llama.cpp's own reading."""
     d = read_gguf(path)
     api = binding.load_library().api
     llama = binding.FileTokenizer(path)
@@ -135,7 +135,7 @@ def as_llama_cpp(path):
     return d
 
 
-def test_what_is_not_stated_or_out_of_range_is_llama_cpps_default(tmp_path):
+def test_missing_and_out_of_range_values_get_llama_cpps_defaults(tmp_path):
     """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
     for pre, bos in (("llama-bpe", 11), ("glm4", None)):
         d = as_llama_cpp(bpe_file(tmp_path, ["▁a"], pre=pre))
@@ -148,10 +148,10 @@ def test_what_is_not_stated_or_out_of_range_is_llama_cpps_default(tmp_path):
 
 
 @pytest.mark.parametrize("model", ["llama", "t5", "bert"])
-def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
+def test_sentencepiece_and_wordpiece_match_llama_cpp(tmp_path, model):
     tokens = [t.decode() for t in sentencepiece_tokens(all_bytes=True)]
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
-    kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # on these llama.cpp ends the process
+    kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # in bert files, they end llama.cpp's process
     types = [kinds.get(t, NORMAL) for t in tokens]
     scores = [float(i) for i in range(len(tokens))]
     stated = ggml(model=model, tokens=tokens, scores=scores, token_type=types)
@@ -161,7 +161,7 @@ def test_sentencepiece_and_wordpiece_are_llama_cpps(tmp_path, model):
 
 
 @pytest.mark.model
-def test_the_real_header_is_what_llama_cpp_reads(opened):
+def test_a_real_header_matches_llama_cpp(opened):
     d = as_llama_cpp(zoo_file("smollm2-135m"))
     model = opened("smollm2-135m")
     assert d.vocab.pieces == model.vocab.pieces and d.merges["count"] == 48900
@@ -175,14 +175,14 @@ SOUND = {"model": "gpt2", "tokens": LETTERS}
 @pytest.mark.parametrize(("value", "pairs"), [
     ("shard 2 ", [pair("split.no", 1), pair("split.count", 3)]),
     ("tokenizer.ggml.tokens", ggml(model="gpt2")),
-    ("b'a'", ggml(model="gpt2", tokens=["a", "b", "a"])),  # these end llama.cpp's process
+    ("b'a'", ggml(model="gpt2", tokens=["a", "b", "a"])),  # these files end llama.cpp's process
     ("1 int32", ggml(**SOUND, token_type=[1])),
     ("<0x0A>", ggml(model="bert", tokens=["<0x0A>"], token_type=[BYTE])),
     ("merges is 1", ggml(**SOUND, merges=1)),
-    ("'magic'", ggml(model="magic", tokens=LETTERS)),  # and this is its error
+    ("'magic'", ggml(model="magic", tokens=LETTERS)),  # llama.cpp raises this error
     ("4294967295", [*ggml(**SOUND), pair("None.vocab_size", 2**32 - 1)]),
 ])  # fmt: skip
-def test_a_header_that_cannot_be_is_one_error_with_the_value(tmp_path, value, pairs):
+def test_an_invalid_header_raises_one_error_with_the_value(tmp_path, value, pairs):
     refused(file_of(tmp_path, *pairs), value)
 
 
@@ -202,8 +202,8 @@ def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
 
 @pytest.mark.parametrize("vocabulary", [True, False])
 @pytest.mark.parametrize("rows", [256, 300])
-def test_a_drafter_that_is_a_part_of_its_target_drafts_in_the_targets_vocabulary(tmp_path, rows, vocabulary):
-    """Its file may hold no tokens: the rows decide, and the engine that runs it is named."""
+def test_a_draft_head_uses_the_targets_vocabulary(tmp_path, rows, vocabulary):
+    """Its file may have no tokens: the number of rows decides. A finding names the engine."""
     target = read_gguf(bpe_file(tmp_path))
     tokens = {"tokens": LETTERS, "merges": ["a b"]} if vocabulary else {}
     facts = [pair("general.architecture", "dflash"), pair("dflash.vocab_size", rows)]
@@ -218,7 +218,7 @@ def test_a_drafter_that_is_a_part_of_its_target_drafts_in_the_targets_vocabulary
     refused(file_of(tmp_path, *facts, *ggml(model="no_vocab", mask_token_id=rows)), f"mask_token_id is {rows}")
 
 
-# ---- odd files, each opened as `describe` and `load` open it: one clear error or none, and the process goes on
+# ---- odd files: `describe` and `load` raise one clear error or none, and the process survives
 
 OPEN = """
 import json, sys
@@ -247,7 +247,7 @@ for path in sorted(Path(sys.argv[1]).glob("*.gguf")):
 
 
 class Odd:
-    """A sound model file, written again with changes."""
+    """A valid model file, to be rewritten with changes."""
 
     def __init__(self, path):
         self.data = path.read_bytes()
@@ -266,8 +266,8 @@ class Odd:
 
 
 WRONG = ("many", [2, 2, 2], 2**63, -1)
-"""No sizes at all: of another type, one for each layer, too large, negative."""
-STATED = [  # keys, their values, and whether they have to be refused (None: either will do)
+"""Invalid sizes: of another type, one for each layer, too large, negative."""
+STATED = [  # keys, values, and whether they must be refused (None: either is fine)
     *((f"llama.{name}", (0, 513, 2**32 - 1, *WRONG), True)
       for name in ("block_count", "attention.head_count", "attention.head_count_kv")),
     *((f"llama.{name}", (3, 2**31, *WRONG), True)
@@ -296,11 +296,11 @@ ENDLESS = [
     (ARRAY, struct.pack("<IQIQ", ARRAY, 1, U32, 0)),
     (99, b""),
 ]
-"""Values that are longer than the file, nested, or of no type."""
+"""Values longer than the file, nested, or of an unknown type."""
 
 
 def odd_files(odd):
-    """By name: the bytes, and whether they have to be refused (None: either will do)."""
+    """Return the bytes by name, and whether they must be refused (None: either is fine)."""
     files = {f"cut {n}": (odd.data[:n], True) for n in (0, 1, 8, 20, 100, 1500, len(odd.data) // 2, len(odd.data) - 1)}
     files |= {"magic": (b"GGML" + odd.data[4:], True), "text": (b"hello" * 100, True)}
     files |= {f"version {n}": (odd.made(version=n), True) for n in (0, 1, 3 << 24, 2**32 - 1)}
@@ -314,7 +314,7 @@ def odd_files(odd):
     return files | {f"endless {i}": (odd.made({"": key_value("a", *value)}), True) for i, value in enumerate(ENDLESS)}
 
 
-def test_odd_files_are_one_clear_error_each_and_none_ends_the_process(tmp_path):
+def test_odd_files_raise_one_clear_error_and_never_end_the_process(tmp_path):
     files = odd_files(Odd(llama_gguf(tmp_path / "base", all_bytes=True)))
     for i, (data, _) in enumerate(files.values()):
         (tmp_path / f"{i:03d}.gguf").write_bytes(data)

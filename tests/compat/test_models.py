@@ -1,4 +1,4 @@
-"""Which files can draft for which, and which can win: sizes and vocabularies that are known."""
+"""Lists of models and pairs: roles, and which pairs can win, by size and vocabulary."""
 
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,7 +11,7 @@ from specnb.errors import InputError
 from tests.compat.test_gguf import LETTERS, bpe_file, file_of, ggml, pair
 
 
-def test_a_pair_can_win_where_the_draft_is_small_enough(monkeypatch):
+def test_a_pair_can_win_if_the_draft_is_small_enough(monkeypatch):
     sizes = {"qwen2.5": 1000, "qwen3": 100, "gpt-2": 10, "smollm2": 999}
     monkeypatch.setattr("specnb.compat.models.weights", sizes.__getitem__)
     table = pairs(list(sizes))
@@ -25,7 +25,7 @@ def test_a_pair_can_win_where_the_draft_is_small_enough(monkeypatch):
     assert table[table["target"] == "qwen2.5"]["best_case"].is_monotonic_decreasing
 
 
-def test_a_folder_stands_for_its_files(tmp_path):
+def test_a_folder_is_expanded_to_its_files(tmp_path):
     for name in ("a.gguf", "sub/b-00001-of-00002.gguf", "sub/b-00002-of-00002.gguf", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
@@ -40,14 +40,14 @@ def test_a_folder_stands_for_its_files(tmp_path):
 
 @pytest.fixture
 def copies(tmp_path):
-    """A folder of three files with the same pieces, each half as large as the next."""
+    """A folder of three files with the same pieces, each half the size of the next."""
     file = bpe_file(tmp_path)
     for name, times in {"large": 4, "middle": 2}.items():
         file.with_name(f"{name}.gguf").write_bytes(file.read_bytes() * times)
     return tmp_path
 
 
-def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_path, monkeypatch):
+def test_all_models_are_listed_with_their_roles_and_nothing_is_fetched(copies, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "empty"))
     for fetch in ("specnb.lm.files.zoo_file", "huggingface_hub.snapshot_download"):
         monkeypatch.setattr(fetch, Mock(side_effect=AssertionError))
@@ -64,7 +64,7 @@ def test_everything_is_listed_with_its_roles_and_nothing_is_fetched(copies, tmp_
     assert (file.source, file.n_bytes, file.path) == (str(copies), file.path.stat().st_size, copies / "middle.gguf")
 
 
-def test_copies_of_a_model_are_compared_once_and_models_known_by_facts_can_be_judged(copies, monkeypatch):
+def test_copies_are_compared_once_and_published_facts_are_enough(copies, monkeypatch):
     compared = Mock(wraps=check.check)
     monkeypatch.setattr("specnb.compat.models.check", compared)
     assert len(pairs(names_in([str(copies)]))) == 3 and compared.call_count == 1
@@ -76,13 +76,13 @@ def test_copies_of_a_model_are_compared_once_and_models_known_by_facts_can_be_ju
     ("qwen3-next-80b-a3b-instruct", "qwen2.5-coder-32b", 32.5 / 3, False),
     ("qwen3-coder-480b-a35b-instruct", "qwen3-next-80b-a3b-instruct", 3 / 35, True),
 ])  # fmt: skip
-def test_a_step_of_a_mixture_reads_its_active_experts_only(target, draft, c, can_win):
+def test_a_step_of_a_mixture_reads_only_its_active_experts(target, draft, c, can_win):
     (row,) = pairs([target, draft]).to_dict("records")
     assert row["target"] == target and row["c"] == pytest.approx(c) and row["can_win"] is can_win
 
 
-def test_a_file_tells_its_active_experts(tmp_path):
-    """2,048 and 512 values that each token uses, and 1,024 in 16 experts."""
+def test_the_share_of_active_weights_is_read_from_a_file(tmp_path):
+    """Each token uses 2,048 + 512 values, and 2 of 16 experts with 1,024 values in total."""
     shapes = {"token_embd.weight": (8, 256), "ffn_gate_shexp.weight": (8, 64), "ffn_up_exps.weight": (8, 8, 16)}
     keys = {"general.architecture": "llama", "llama.expert_count": 16, "llama.expert_used_count": 2}
     tokens = ggml(model="gpt2", pre="gpt-2", tokens=LETTERS, merges=["a b"])
@@ -92,7 +92,7 @@ def test_a_file_tells_its_active_experts(tmp_path):
         assert active_share(dense) == 1
 
 
-def test_a_damaged_file_is_a_row_and_does_not_hide_the_others(copies):
+def test_a_damaged_file_is_listed_and_does_not_hide_the_others(copies):
     (copies / "damaged.gguf").write_bytes(b"garbage" * 9)
     rows = {row.name: row for row in listing([str(copies)])}
     assert "garb" in rows["damaged.gguf"].roles and rows["damaged.gguf"].n_bytes == 63

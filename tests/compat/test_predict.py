@@ -1,4 +1,4 @@
-"""Predicted acceptance: its formula against counting, its bound against every run, and what it does not claim."""
+"""Predicted acceptance: the formula against enumeration, and the bound against runs."""
 
 import pytest
 from hypothesis import given, settings
@@ -16,11 +16,11 @@ SHARE = st.floats(0, 1)
 
 
 @given(reach=SHARE, quality=SHARE, k=st.integers(1, 24))
-def test_a_prediction_is_a_mean_over_all_outcomes_and_within_the_bound(reach, quality, k):
-    """A perfect draft reaches the bound: tokens out of reach each end a round, those between them are all drafted."""
+def test_a_prediction_is_the_mean_over_all_outcomes_and_within_the_bound(reach, quality, k):
+    """A perfect draft reaches the bound: only tokens out of its reach end a round early."""
     made = predict(reach, k, quality)
     a = reach * quality
-    outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n drafts are kept)
+    outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n draft tokens are accepted)
     kept = sum(n * p for n, p in enumerate(outcomes))
     assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
     assert made.tau <= bound(reach, k) + 1e-9 and 0 <= made.acceptance_rate <= 1
@@ -34,8 +34,8 @@ PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"d", b"ab", b""]), min_siz
 
 @given(PIECES, PIECES, st.integers(0, 99), st.integers(1, 6), st.sampled_from([0.0, 0.8]))
 @settings(deadline=None)
-def test_no_draft_by_shared_tokens_passes_the_bound(ours, theirs, seed, k, temperature):
-    """The draft thinks exactly as the target does, so only its reach holds it back."""
+def test_drafts_of_shared_tokens_never_exceed_the_bound(ours, theirs, seed, k, temperature):
+    """However well it predicts, the draft model cannot draft tokens that it does not share."""
     target = model([b"a", *ours], order=2, seed=seed)
     shared = TokenIntersection(model([*theirs, b"a"], seed=seed), target)
     chance = {"temperature": temperature, "seed": seed}
@@ -45,8 +45,8 @@ def test_no_draft_by_shared_tokens_passes_the_bound(ours, theirs, seed, k, tempe
     assert made.tau <= bound(in_reach / len(made.token_ids), k) + 1e-9
 
 
-def test_the_chance_counts_judged_drafts_only():
-    """Of K drafts those behind the first wrong one were not judged."""
+def test_the_chance_counts_only_tested_draft_tokens():
+    """Draft tokens after the first wrong one of a round are not tested."""
     target = toy.markov(4, order=2, seed=3)
     draft = toy.markov(4, order=1, seed=4)
     made = [generate(target, [0, 1], drafter=draft, k=k, max_new_tokens=200) for k in (1, 4)]

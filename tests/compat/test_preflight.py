@@ -1,4 +1,4 @@
-"""Preflight: every planted fault fails its own check and says where; a sound pair passes all of them."""
+"""Preflight: a planted fault fails its own check, with evidence; a sound pair passes all checks."""
 
 import pytest
 
@@ -27,14 +27,14 @@ def verdicts(findings):
     return {finding.check: finding.verdict for finding in findings}
 
 
-def test_a_sound_pair_passes_all_checks_and_is_left_empty(model):
+def test_a_sound_pair_passes_all_checks_and_its_states_are_emptied(model):
     findings = preflight(model, model)
     assert set(verdicts(findings).values()) == {"ok"}
     assert model.n_past == 0 and all(finding.evidence for finding in findings)
     assert set(verdicts(preflight()).values()) == {"skipped"} and len(findings) == len(preflight()) == 4
 
 
-def test_a_check_that_raises_fails_alone(model):
+def test_a_check_that_raises_fails_and_the_others_still_run(model):
     class Broken(LookupDrafter):
         def propose(self, tokens, k, picker):
             raise OSError("damaged index")
@@ -48,7 +48,7 @@ def test_a_check_that_raises_fails_alone(model):
 
 
 class Untrimmed(ModelDrafter):
-    """Leaves one rejected draft in the state, and feeds only the newest token in the next round."""
+    """Leaves one rejected token in the state, and feeds only the newest token in the next round."""
 
     def commit(self, tokens):
         wrong = max(0, self.model.n_past - (len(tokens) - 1) - 1)
@@ -77,13 +77,13 @@ def test_real_drafters_are_pure_and_see_their_own_drafts(model):
         (checks.purity, Appending, "4 tokens are 5"),
     ],
 )
-def test_a_drafter_that_breaks_a_rule_is_seen_where_it_does(check, drafter, value):
+def test_a_faulty_drafter_fails_with_the_place_in_the_evidence(check, drafter, value):
     verdict, evidence, _ = check(drafter(), TOKENS, 3)
     assert verdict == "fail" and value in evidence
 
 
 @pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (0, "ok"), (None, "skipped")])
-def test_a_cache_that_is_trimmed_wrongly_is_seen_by_its_logits(by, verdict):
+def test_a_wrongly_trimmed_cache_is_detected_by_its_logits(by, verdict):
     model = markov(64, order=4)
     right = model.rewind
 

@@ -1,4 +1,4 @@
-"""One name, one reader: whatever a user may write is described or refused with what could be written instead."""
+"""Every name that a user may give is described, or refused in one clear error."""
 
 from fnmatch import fnmatch
 from unittest.mock import Mock
@@ -15,7 +15,7 @@ from tests.compat.test_folder import byte_level_tokenizer, folder_of
 from tests.compat.test_gguf import bpe_file
 
 
-def test_each_kind_of_source_is_read_and_what_can_be_run_is_told_from_what_only_describes(tmp_path, monkeypatch):
+def test_each_kind_of_source_is_read_and_only_models_can_be_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder_of(bpe_file(tmp_path).parent / "model", byte_level_tokenizer())
     sizes = {"model.gguf?backend=hf": 256, "model": 272, "model/tokenizer.json": 262, "gpt-2": 50257}
@@ -27,15 +27,15 @@ def test_each_kind_of_source_is_read_and_what_can_be_run_is_told_from_what_only_
     assert [opens(name) for name in ("smollm2-135m:q4_0", "hf:a/b?revision=x", *sizes)] == [True] * 4 + [False] * 2
 
 
-def test_what_is_nothing_of_these():
+def test_unknown_names_are_refused():
     for name in ("nonsense", "", "a/b", "a\0b", "~nobody-here/model", "smollm3", "absent.gguf", "hf:a/b/c"):
         with pytest.raises(InputError) as caught:
             describe(name)
         assert repr(name)[1:-1] in str(caught.value)
 
 
-def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_is_given(tmp_path, monkeypatch):
-    """The verdict on facts alone says which name that is. Neither weights nor code are fetched."""
+def test_a_tokenizer_that_cannot_be_shipped_is_read_from_the_hub(tmp_path, monkeypatch):
+    """A verdict on facts alone gives its name on the hub. Neither weights nor code are fetched."""
     hub = Mock(return_value=str(folder_of(tmp_path / "snapshot", byte_level_tokenizer())))
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub)
     monkeypatch.setattr("specnb.compat.read.reach_hub", lambda: None)
@@ -56,7 +56,7 @@ def test_a_family_that_may_not_be_shipped_is_compared_once_its_name_on_the_hub_i
     assert not any(fnmatch(name, p) for p in options["allow_patterns"] for name in ("model.safetensors", "modeling.py"))
 
 
-def test_what_the_hub_refuses_is_one_error_with_the_remedy(monkeypatch):
+def test_a_failure_of_the_hub_raises_one_error_with_the_remedy(monkeypatch):
     refused = httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid"))
     gated = GatedRepoError("403\nCannot access gated repo", response=refused)
     monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=[gated, ConnectionError("no route")]))

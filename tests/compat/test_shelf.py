@@ -1,4 +1,4 @@
-"""The shelf of vocabularies: lists are what their card says, facts name their source, and lists can be made again."""
+"""The shelf of vocabularies: they match their card and checksums, and can be rebuilt."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def lists() -> dict[str, Description]:
     return {name: read_shelf(name) for name in LISTS}
 
 
-def test_names_and_sums_are_those_of_the_lists_and_models():
+def test_names_and_checksums_match_the_files():
     assert shelf_names() == (*LISTS, *MODELS) and len(LISTS) == 14 and len(MODELS) == 14
     assert sorted(build.sources()) == LISTS
     sums = dict(line.split()[::-1] for line in (FOLDER / build.SUMS).read_text().splitlines())
@@ -30,7 +30,7 @@ def test_names_and_sums_are_those_of_the_lists_and_models():
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_list_is_what_its_card_says(name, lists):
+def test_a_vocabulary_matches_its_card(name, lists):
     described = lists[name]
     footer = parquet.read_metadata(FOLDER / f"{name}.parquet").metadata
     stated = json.loads(footer[META_KEY])
@@ -50,6 +50,6 @@ def test_a_list_is_what_its_card_says(name, lists):
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_the_list_of_smollm2_can_be_made_again(tmp_path):
+def test_the_vocabulary_of_smollm2_can_be_rebuilt(tmp_path):
     again = build.build("smollm2", zoo_file("smollm2-135m"), tmp_path)
     assert again.read_bytes() == (FOLDER / "smollm2.parquet").read_bytes()

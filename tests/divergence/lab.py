@@ -1,7 +1,6 @@
-"""One lab for the tests of the divergence lab: they look at the same runs from several sides, and a
-run costs a second.
+"""One lab shared by the tests of the divergence lab, because each of its runs takes a second.
 
-What it hands out is shared: read it, or copy it first.
+Do not change its models and outcomes; copy them first.
 """
 
 from torch import nn
@@ -13,20 +12,18 @@ from specnb.divergence.setups import Deploy, Lab, Outcome
 from tests.benchmarks.divergence_score.faults import FAULTS
 
 TOKENS, PROMPT = 20, 14
-"""Longer than the window of 16 tokens, with a rejection in it. What a run costs is its number of
-feeds: nine."""
+"""Longer than the window of 16 tokens, with a rejection. The cost of a run is its nine feeds."""
 
 
 class KeptLab(Lab):
-    """A lab that runs a planted fault of FAULTS, or nothing, in a set-up once. Services of other
-    kinds are run anew."""
+    """A lab that caches its runs without a service, or with a fault of FAULTS."""
 
     def __init__(self, draft: nn.Module, target: nn.Module | None = None, *, script: Script) -> None:
         super().__init__(draft, target, script=script)
         self._kept: dict[tuple[str, Deploy | None], Outcome] = {}
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
-        """As `Lab.run`, by which a test runs anew where that is what it is about."""
+        """Run one set-up as `Lab.run` does, or return the cached outcome."""
         if deploy is not None and deploy not in FAULTS.values():
             return super().run(name, deploy)
         if (name, deploy) not in self._kept:
@@ -35,6 +32,6 @@ class KeptLab(Lab):
 
 
 def shared_lab() -> KeptLab:
-    """The embedded pair in float32, with its text."""
+    """Return a lab of the built-in pair in float32, with a random text."""
     made = small.pair()
     return KeptLab(made.draft, made.target, script=random_script(made.draft, tokens=TOKENS, prompt=PROMPT))

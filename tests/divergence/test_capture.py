@@ -1,4 +1,4 @@
-"""Capturing changes nothing, sees what ran, and tells whose weights an operation read."""
+"""Captures change nothing, record every call, and identify whose weights an operation read."""
 
 import weakref
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ def llama():
 
 @torch.no_grad()
 def generate(model, prompt=PROMPT, steps=3):
-    """Logits of the prompt and of some tokens after it, with a cache."""
+    """Return the logits of the prompt and of `steps` further tokens, with a cache."""
     out = model(prompt, use_cache=True)
     logits = [out.logits]
     for token in range(7, 7 + steps):
@@ -50,11 +50,11 @@ def prefill(model):
     generate(model, steps=0)
 
 
-# --- what is seen -----------------------------------------------------------------------------------------------------
+# --- recorded tensors -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model", [make("draft"), torch_model().to(torch.bfloat16).eval()], ids=["moe", "llama"])
-def test_capturing_changes_no_bit_of_the_logits(model):
+def test_logits_during_and_after_a_capture_are_bit_identical(model):
     plain = generate(model)
     with capture(model):
         seen = generate(model)
@@ -62,7 +62,7 @@ def test_capturing_changes_no_bit_of_the_logits(model):
         assert all(torch.equal(a, b) for a, b in zip(plain, logits, strict=True))
 
 
-def test_operands_stand_under_the_names_of_the_signature_and_in_order(moe):
+def test_operands_have_the_names_and_order_of_the_signature(moe):
     first = traced(moe, states=True).rows(step=1)
 
     def names(module, role):
@@ -75,7 +75,7 @@ def test_operands_stand_under_the_names_of_the_signature_and_in_order(moe):
     assert names("layers.0.self_attn", "state") == ["keys", "values"] and names("", "out") == ["out.logits"]
 
 
-def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memory():
+def test_a_digest_depends_on_values_dtype_and_shape_not_on_memory_layout():
     x = torch.from_numpy(np.random.default_rng(0).standard_normal((6, 8)).astype(np.float32))
     others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
     assert digest_tensor(x) not in {digest_tensor(other) for other in others}
@@ -84,7 +84,7 @@ def test_digest_sees_the_order_of_rows_the_dtype_and_the_shape_and_not_the_memor
     assert digest_tensor(x[:, ::2]) == digest_tensor(x[:, ::2].contiguous())
 
 
-def test_tensors_stand_along_the_text(moe):
+def test_tensors_are_aligned_along_the_text(moe):
     trace = traced(moe, lambda model: generate(model, torch.arange(17)[None]), states=True)
     whole = Alignment(trace).whole
     for module, axis, shape in (("layers.1", 1, (20, 1, 64)), ("layers.1.mlp.experts", 0, (20, 64))):
@@ -92,12 +92,12 @@ def test_tensors_stand_along_the_text(moe):
         assert (tensor.axis, tensor.values.shape, len(tensor.gaps)) == (axis, shape, 0)
     keys = trace.rows(step=2, role="state", name="keys").set_index("module")["shape"]
     assert keys["layers.1.self_attn"] == (1, 2, 19, 16)
-    assert keys["layers.0.self_attn"] == (1, 2, 15, 16)  # the sliding layer has forgotten four
+    assert keys["layers.0.self_attn"] == (1, 2, 15, 16)  # the sliding layer has dropped four
     assert [s["token_ids"] for s in trace.facts["steps"]] == [list(range(17)), [7], [8], [9]]
 
 
 class Writes(nn.Module):
-    """A workspace: it changes its input in place, and something writes behind torch's count of versions."""
+    """Changes its input in place, and writes to a tensor without changing its version counter."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ class Writes(nn.Module):
         return self.reader(work)
 
 
-def test_what_is_seen_is_what_was_there_at_the_hook():
+def test_tensors_are_recorded_as_they_were_at_the_hook():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     before, trace = x.clone(), traced(Writes(), lambda m: m(x))
     given = trace.rows(module="", role="in").iloc[0]
@@ -146,10 +146,10 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert len(twice.params) == 8  # weight and bias of each call
 
 
-# --- whose weights ----------------------------------------------------------------------------------------------------
+# --- owners of weights ------------------------------------------------------------------------------------------------
 
 
-def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_object(llama):
+def test_unknown_weights_are_digested_and_freed_and_tied_ones_share_a_path(llama):
     layer, other = llama.model.layers[1].mlp.up_proj, nn.Parameter(torch.randn(48, 32))
     expected, gone, own = digest_tensor(other), weakref.ref(other), layer.weight
     with capture(llama) as builder:
@@ -157,14 +157,14 @@ def test_unknown_parameters_have_a_digest_and_are_let_go_and_tied_ones_are_one_o
         prefill(llama)
         layer.weight = own
         del other
-        assert gone() is None  # weights that are brought in for one call must not pile up
+        assert gone() is None  # weights that are loaded for one call must not accumulate
     used = builder.trace().params.set_index("module")
     row = used.loc["layers.1.mlp.up_proj"]
     assert (row["owner"], row["owner_path"], row["digest"]) == ("?", "?", expected)
     assert used.loc["lm_head", "owner_path"] == used.loc["embed_tokens", "owner_path"]
 
 
-def test_a_weight_that_was_written_to_or_whose_memory_was_exchanged_has_its_owner_and_another_digest():
+def test_a_modified_weight_keeps_its_owner_and_gets_a_new_digest():
     def exchange(w):
         w.data = 3 * w.data
 
@@ -196,7 +196,7 @@ class Fails(nn.Module):
         return y
 
 
-def test_hooks_go_away_after_an_error_and_a_failed_forward_shifts_nothing(tmp_path):
+def test_errors_remove_the_hooks_and_do_not_shift_later_steps(tmp_path):
     model, x = Fails(), torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="outside"), capture(model, tmp_path / "trace"):
         model(x)
@@ -222,11 +222,11 @@ def test_a_compiled_model_is_refused():
     assert not inside[0]._forward_hooks
 
 
-# --- what a step is, and which axis counts tokens ---------------------------------------------------------------------
+# --- steps and the token axis -----------------------------------------------------------------------------------------
 
 
 class Engine(nn.Module):
-    """The model as flat engines have it: no batch, positions given, the head outside of forward."""
+    """A model as engines run it: no batch axis, explicit positions, the head outside of forward."""
 
     def __init__(self):
         super().__init__()
@@ -242,7 +242,7 @@ def feeds(engine, call):
 
 
 @pytest.mark.parametrize("how", ["call", "forward"])
-def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(how):
+def test_each_call_of_the_model_or_of_its_forward_is_one_step(how):
     engine = Engine()
     with capture(engine) as builder:
         feeds(engine, engine.forward if how == "forward" else engine)
@@ -256,7 +256,7 @@ def test_a_step_is_one_call_of_the_model_however_an_engine_calls_it(how):
 
 
 class Heads(nn.Module):
-    """Two heads of a token's features, before or behind the tokens."""
+    """Splits features into two heads; their axis comes before or after the token axis."""
 
     def __init__(self, transposed):
         super().__init__()
@@ -269,6 +269,6 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize(("transposed", "axis"), [(True, 2), (False, 1)])
 @pytest.mark.parametrize("lengths", [(5, 2), (2, 5, 1)])
-def test_as_many_heads_as_tokens_are_no_tokens(transposed, axis, lengths):
+def test_a_head_axis_is_not_taken_for_a_token_axis_of_equal_length(transposed, axis, lengths):
     trace = traced(Heads(transposed), lambda model: [model(torch.randn(1, n, 6)) for n in lengths])
     assert Alignment(trace).whole[Key("norm", 0, "out", "out")].axis == axis

@@ -1,4 +1,4 @@
-"""Causes: the class of a fault comes first, by what its module read and what was in the cache."""
+"""Causes: the right class ranks first, based on what the module read and what was cached."""
 
 from contextlib import ExitStack
 
@@ -17,12 +17,12 @@ BANK = "model.layers.0.mlp.experts"
 
 
 def runs(path, around):
-    """A service in which the draft's module at `path` runs `around(original, …)`."""
+    """Return a service in which the draft's module at `path` runs `around(original, …)`."""
     return lambda draft, neighbour: replace_forward(draft.get_submodule(path), around)
 
 
 def shared_logits(draft, neighbour):
-    """Both heads write to one buffer, and the neighbour's rows are there when the draft reads."""
+    """Let both heads write to one buffer, from which the draft reads its neighbor's rows."""
     left, planted = [], ExitStack()
 
     def of_neighbour(original, states):
@@ -40,7 +40,7 @@ def shared_logits(draft, neighbour):
 
 
 def packed(bank, scale, draft):
-    """The draft's first bank runs from a copy of this one's parameters, which no model has."""
+    """Let the draft's first bank run a scaled copy of `bank`, whose parameters no model owns."""
     copy = copy_of(bank)
     copy.down_proj.data *= scale
     return replace_forward(draft.get_submodule(BANK), lambda original, *args: copy(*args))
@@ -74,12 +74,11 @@ CASES = {
     "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
             "COMPUTATION", {"right read"}, set()),
 }  # fmt: skip
-"""Services, the set-ups that are run, the cause that must come first, facts that must hold, those
-that must not."""
+"""Services, set-ups to run, the cause that must rank first, facts that must and must not hold."""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cause_comes_first_by_what_was_read_and_what_was_cached(divergence_lab, name):
+def test_the_right_cause_ranks_first(divergence_lab, name):
     deploy, setups, cause, hold, fail = CASES[name]
     evidence = gather(divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()})
     first, second, *_ = rank(evidence)
@@ -88,7 +87,7 @@ def test_the_cause_comes_first_by_what_was_read_and_what_was_cached(divergence_l
 
 
 def int8_cache(draft, neighbour):
-    """Keys and values of one layer are stored as 127 steps of their largest value."""
+    """Store keys and values of one layer in steps of 1/127 of their largest value."""
 
     def rounded(rows):
         step = rows.abs().amax(-1, keepdim=True) / 127
@@ -103,7 +102,7 @@ def int8_cache(draft, neighbour):
     return replace_forward(draft.model.layers[1].self_attn, around)
 
 
-def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab):
+def test_keys_and_values_rounded_to_int8_do_not_count_as_right(divergence_lab):
     result = judge_service(divergence_lab, deploy=int8_cache, setups=["S0", "S0w"])
     assert result.first.module == "layers.1.self_attn"
     evidence = gather(divergence_lab, result.outcomes)
@@ -111,8 +110,8 @@ def test_keys_and_values_of_a_coarser_type_are_not_the_right_ones(divergence_lab
     assert not (result.cause_known and result.causes[0].name == "COMPUTATION"), result.line
 
 
-def test_a_module_without_parameters_has_no_wrong_ones():
-    """An activation in the place of another, in a small model of another kind."""
+def test_a_fault_in_a_module_without_parameters_is_a_computation_fault():
+    """One activation function replaces another, in a small dense model."""
     config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
                          num_attention_heads=2, hidden_act="gelu")  # fmt: skip
     torch.manual_seed(0)

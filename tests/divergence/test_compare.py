@@ -1,5 +1,4 @@
-"""Two traces, compared without torch: sound runs agree in whatever shapes; of a fault module and
-token are found."""
+"""Comparison of two traces: sound runs of any shape agree; a fault's module and token are found."""
 
 import copy
 import dataclasses
@@ -28,7 +27,7 @@ EXPERTS, ATTENTION, ROUTER = "layers.0.mlp.experts", "layers.0.self_attn", "laye
 
 
 class Subject:
-    """A pair and traces of its draft, under faults or not."""
+    """A pair, and traces of its draft with and without faults."""
 
     def __init__(self, dtype):
         models = small.pair(dtype=dtype)
@@ -66,7 +65,7 @@ def single():
 
 @contextmanager
 def hooked(*changes):
-    """Modules whose output is what a function makes of it."""
+    """Apply functions to outputs of modules inside the block, given (module, function) pairs."""
     with ExitStack() as handles:
         for module, change in changes:
             handle = module.register_forward_hook(lambda _, args, out, change=change: change(out))
@@ -75,13 +74,13 @@ def hooked(*changes):
 
 
 SHAPES = {"expert_scale": "1.02", "random_head": "other operands", "dummy_tokens": "token 0 only"}
-"""Of faults what the error is told to look like."""
+"""How `likely` describes the first error, by fault."""
 QUICK = ("positional_registry", "foreign_routing", "kv_slot_swap", "rope_mismatch", "dummy_tokens", "uniform_offset")
-"""One of each kind; the others are slow."""
+"""One fault of each kind; the others run as slow tests."""
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS])
-def test_of_every_fault_the_module_and_the_token_are_found(pair, fault):
+def test_the_module_and_the_token_of_every_fault_are_found(pair, fault):
     comparison = compare_traces(pair.reference, pair.traced(fault, beside=pair.target))
     planted, first = pair.faults[0], comparison.first
     if fault in BENIGN:
@@ -89,7 +88,7 @@ def test_of_every_fault_the_module_and_the_token_are_found(pair, fault):
         return
     assert first.module == planted.first
     assert any(begin <= first.first_token and (end is None or first.first_token < end) for begin, end in planted.tokens)
-    # other tokens may have been fed on purpose: two traces alone cannot tell
+    # two traces alone do not show whether other tokens were fed on purpose
     assert comparison.verdict == ("INCONCLUSIVE" if fault == "dummy_tokens" else "DIVERGENT")
     assert SHAPES.get(fault, "") in comparison.likely
     assert (comparison.drift is not None) == (fault in ("untrimmed", "overtrimmed", "overtrimmed_by_two"))
@@ -105,9 +104,8 @@ def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
         assert comparison.coverage["compared"] == comparison.coverage["modules"]
 
 
-def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_the_holder(single):
-    """Also where something else in the same holder is wrong: the reader was given another module's
-    output."""
+def test_a_tensor_that_changes_between_modules_is_blamed_on_the_container(single):
+    """An input that equals another module's output is compared with it, whatever else is wrong."""
     handle = single.draft.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
     try:
         minimal = compare_traces(single.reference, single.traced("rope_mismatch", start=0)).minimal
@@ -120,11 +118,11 @@ def test_a_tensor_that_changes_between_its_maker_and_its_reader_is_put_down_to_t
 # --- floors, ties ---------------------------------------------------------------------------------
 
 
-def test_floors_of_sound_runs_are_taken(single):
+def test_sound_runs_set_the_floors(single):
     candidate = single.traced(script=Script.blocks(TEXT, width=1))
     assert compare_traces(single.reference, candidate, sound=[candidate]).verdict == "SOUND"
-    # a run that is said to be right as it is sets its own floor
-    scaled = single.traced("expert_scale_in_op", layer=3, eps=0.05)  # no other expert is chosen after it
+    # a run that is given as sound sets its own floor
+    scaled = single.traced("expert_scale_in_op", layer=3, eps=0.05)  # no router follows layer 3
     comparison = compare_traces(single.reference, scaled)
     assert comparison.verdict == "DIVERGENT" and "a scale" in comparison.likely
     assert comparison.first.error == pytest.approx(0.05, rel=1e-3)
@@ -132,13 +130,13 @@ def test_floors_of_sound_runs_are_taken(single):
     assert compare_traces(single.reference, scaled, sound=[scaled]).verdict == "SOUND"
 
 
-def test_sound_runs_must_be_of_the_text_that_is_compared(single):
-    """One token in common is enough to compare, and says nothing of the rounding of the others."""
+def test_sound_runs_must_have_the_compared_text(single):
+    """A sound run of another text shows no rounding after the first different token."""
     text = [*TEXT[:-1], (TEXT[-1] + 1) % 256]
     other = single.traced(script=Script.blocks(text, width=5))
     with pytest.raises(InputError, match="no position 17"):
         compare_traces(single.reference, single.reference, sound=[other])
-    candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))  # all of it is in the sound run
+    candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))  # the sound run has all of these tokens
     assert compare_traces(single.reference, candidate, sound=[other]).verdict in ("SOUND", "PRECISION_ONLY")
     batch = single.batch(TEXT[:6], TEXT[6:12])
     with pytest.raises(InputError, match="batch of 2"):
@@ -147,7 +145,7 @@ def test_sound_runs_must_be_of_the_text_that_is_compared(single):
 
 @contextmanager
 def rerouted(model):
-    """Let router 0 take its fifth expert for its fourth at one position; its logits are rounded."""
+    """Let router 0 choose its fifth expert, not the fourth, at position 7, with rounded logits."""
 
     def other(out):
         logits, scores, chosen = out
@@ -159,7 +157,7 @@ def rerouted(model):
         yield
 
 
-def test_another_choice_is_found_unless_it_is_a_tie_and_then_nothing_after_it_is_judged(single):
+def test_another_expert_is_a_fault_but_a_tie_only_ends_the_comparison(single):
     tied = small.copy_of(single.draft)
     clean = single.traced(script=PREFILL)
     with rerouted(single.draft):
@@ -176,14 +174,14 @@ def test_another_choice_is_found_unless_it_is_a_tie_and_then_nothing_after_it_is
         other = single.traced(script=PREFILL, model=tied)
     unknown = compare_traces(clean, other)
     assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
-    # A sound run is no floor after such a choice.
+    # After such a choice, a sound run sets no floor.
     with FAULTS["expert_scale_in_op"](tied, layer=3):
         scaled = single.traced(script=PREFILL, model=tied)
     assert compare_traces(clean, scaled, sound=[other]).verdict == "DIVERGENT"
 
 
-def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
-    """The last three modules are each off by what they could have made of what they were given."""
+def test_errors_that_no_module_causes_are_tolerated_up_to_a_limit(single):
+    """The errors of the last three modules may all have grown from earlier errors."""
     draft = single.draft
 
     def grown(last):
@@ -203,19 +201,19 @@ def test_errors_that_nobody_is_to_blame_for_have_a_ceiling(single):
 # --- texts, batches, names ------------------------------------------------------------------------
 
 
-def test_foreign_parameters_are_named_where_inputs_agree(single):
+def test_foreign_parameters_are_named_if_the_inputs_agree(single):
     beside = single.traced("positional_registry", beside=single.target)
     comparison = compare_traces(single.reference, beside)
     assert "target:model.layers.0.mlp.experts" in comparison.line and "other operands" in comparison.likely
     foreign = comparison.reads.loc[comparison.reads["says"] == "foreign", "module"]
     assert {*foreign} == {f"layers.{i}.mlp.experts" for i in range(4)}
-    # beside itself the values agree, and yet the modules are not its own
+    # next to a copy of itself the values agree, but the parameters are not its own
     copied = compare_traces(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
     assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
 
 
-def test_runs_that_were_fed_other_tokens(single):
+def test_runs_are_compared_up_to_the_first_different_token(single):
     other = [*TEXT[:6], *np.random.default_rng(1).integers(0, 256, 12).tolist()]
 
     def compared(*faults, text=other):
@@ -223,7 +221,7 @@ def test_runs_that_were_fed_other_tokens(single):
 
     comparison = compared()
     assert comparison.verdict == "INCONCLUSIVE" and comparison.coverage["tokens"] == 6 == comparison.fork.position
-    # a draft that goes wrong chooses other tokens: what comes before them tells why
+    # a faulty draft chooses other tokens; the positions before them show why
     faulty = compared("expert_scale")
     assert faulty.verdict == "DIVERGENT" and faulty.first.module == EXPERTS and faulty.first.last_token == 5
     assert "not fed the same tokens" in faulty.line
@@ -231,17 +229,17 @@ def test_runs_that_were_fed_other_tokens(single):
     assert nothing.verdict == "INCONCLUSIVE" and nothing.coverage["tokens"] == 0
 
 
-def test_what_was_fed_last_counts(single):
-    """Wrong tokens that were taken back do not matter, also those that were never fed again."""
+def test_the_token_fed_last_at_a_position_counts(single):
+    """Rolled-back tokens do not matter, even if nothing was fed in their place."""
     feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3), Feed(tuple(TEXT[10:])))
     prefill, again = single.traced(script=PREFILL), single.traced(script=Script(feeds))
     assert compare_traces(prefill, again).verdict == "PRECISION_ONLY"
-    short = Script((*feeds[:2], Feed((TEXT[10],))))  # of 1, 2, 3 only the first place is fed again
+    short = Script((*feeds[:2], Feed((TEXT[10],))))  # only the position of token 1 is fed again
     comparison = compare_traces(prefill, single.traced(script=short))
     assert comparison.fork is None and comparison.coverage["tokens"] == 11
 
 
-# --- values that are no numbers, positions that are no offset -------------------------------------
+# --- NaN and infinity -----------------------------------------------------------------------------
 
 
 NAN, AT_7 = math.nan, np.s_[:, 7, 3]
@@ -251,7 +249,7 @@ NAN, AT_7 = math.nan, np.s_[:, 7, 3]
     ("value", "other", "where"),
     [(0.0, NAN, np.s_[:, 7]), (NAN, 0.0, AT_7), (math.inf, NAN, AT_7)],
 )
-def test_what_is_not_a_number_is_found_where_the_other_run_has_another_value(single, value, other, where):
+def test_nan_is_found_where_the_other_run_has_another_value(single, value, other, where):
     def traced(value):
         def put(out):
             out = out.clone()
@@ -269,19 +267,18 @@ def test_what_is_not_a_number_is_found_where_the_other_run_has_another_value(sin
     assert compare_traces(traced(value), traced(value)).verdict == "SOUND"
 
 
-def test_a_token_before_the_one_that_is_no_number_is_not_blamed(single):
-    """Attention over a whole prefill multiplies it by a weight of 0, and that is NaN: at earlier
-    tokens, too."""
+def test_tokens_before_the_first_nan_are_not_blamed(single):
+    """In a prefill, attention multiplies NaN by a weight of 0, so earlier tokens get NaN, too."""
     sound, norm = single.traced(script=PREFILL), single.draft.model.layers[1].input_layernorm
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
         comparison = compare_traces(sound, single.traced(script=PREFILL))
     assert [(node.module, node.first_token) for node in comparison.minimal] == [("layers.1.input_layernorm", 7)]
 
 
-# --- what is told ---------------------------------------------------------------------------------
+# --- coverage -------------------------------------------------------------------------------------
 
 
-def test_what_was_not_compared_is_counted(single):
+def test_tensors_that_were_not_compared_are_listed(single):
     def without(trace, module):
         return dataclasses.replace(trace, tensors=trace.tensors[trace.tensors["module"] != module])
 

@@ -1,5 +1,4 @@
-"""Planted faults: each acts where its description says, is found by the lab, and leaves no trace
-behind."""
+"""Planted faults: each acts as described, is found by the lab, and is removed completely."""
 
 import pytest
 import torch
@@ -34,8 +33,7 @@ FOUND = {
     "split_k": (None, None, "PRECISION_ONLY", "S0"),
     "uniform_offset": (None, None, "PRECISION_ONLY", "S0"),
 }
-"""Of each fault: the module that is wrong first, from which token on, its cause, and the set-ups
-that tell."""
+"""By fault: the first wrong module and token, the cause, and the set-ups that show it."""
 
 
 @pytest.mark.parametrize("name", FOUND)
@@ -52,8 +50,8 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(divergence_lab, name):
-    """One that does not say that it waits would let a fault that never acted count as a case."""
+def test_a_fault_matches_its_description_and_is_removed_after_an_exception(divergence_lab, name):
+    """If a fault did not declare that it waits, one that never acted would count as a case."""
     lab, neighbour = divergence_lab, small.copy_of(divergence_lab.target)
     before = [{key: value.clone() for key, value in model.state_dict().items()} for model in (lab.draft, neighbour)]
     addresses = [parameter.data_ptr() for parameter in lab.draft.parameters()]
@@ -71,7 +69,7 @@ def test_a_fault_says_what_it_does_and_when_and_is_gone_after_an_exception(diver
     assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
 
 
-def test_other_architectures_work_where_they_have_the_part():
+def test_faults_work_in_other_architectures_that_have_the_part():
     dense = torch_model("llama").eval()
     ids = IDS % 64
     with torch.no_grad():

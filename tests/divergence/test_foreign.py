@@ -1,4 +1,4 @@
-"""Greedy texts of other engines: their own tokens are the likeliest, or nearly tied with it, or no greedy choice."""
+"""Greedy texts of other engines: a token is the most likely one, a near-tie, or a fault."""
 
 import json
 from dataclasses import replace
@@ -18,7 +18,7 @@ def audited(model, *outputs, other=None):
 
 
 def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
-    """Tokens are forced: what follows a fork is judged behind it, and is no fork for that."""
+    """Tokens are forced: those after a fork are judged in its context and are no forks."""
     target = toy.markov(5, order=2, seed=3)
     plain = generate(target, PROMPT, max_new_tokens=20).token_ids
     result = audited(target, plain)
@@ -41,8 +41,8 @@ def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
         (0.2, 0.0, 0.125, "near ties", 0),
     ],
 )
-def test_a_margin_is_compared_with_noise_that_is_measured_without_the_text(gap, noise, of_other, verdict, code):
-    """Rows have a range of 5. Blocks move them by the noise of the target, or of another model."""
+def test_a_margin_is_compared_with_the_noise_of_the_target_or_other_model(gap, noise, of_other, verdict, code):
+    """Rows have a range of 5. Blocks change them by the noise of the target or the other model."""
     other = None if of_other is None else near(gap, of_other)
     result = audited(near(gap, noise), (*PLAIN[:2], 3, *[1] * 4), PLAIN, other=other)
     source, measured = result.sources[0], of_other or noise
@@ -53,8 +53,8 @@ def test_a_margin_is_compared_with_noise_that_is_measured_without_the_text(gap, 
 
 
 @pytest.mark.parametrize(("plain_forks", "verdict", "new"), [(0, "hard", 40), (1, "hard", 39), (38, "near ties", 2)])
-def test_near_ties_that_come_with_drafts_are_a_fault(plain_forks, verdict, new):
-    """The control has `plain_forks` of them in 40 texts, the drafted source one a text, all well within noise."""
+def test_near_ties_that_are_more_frequent_with_drafts_are_a_fault(plain_forks, verdict, new):
+    """In 40 texts, the control has `plain_forks`, the drafted source one each, all within noise."""
     outputs = [(*PLAIN[:2], 3 if i < plain_forks else 2, 1) for i in range(40)]
     rows = [("plain", "", str(i), output) for i, output in enumerate(outputs)]
     rows += [("drafted", "plain", str(i), (*PLAIN[:2], 3, 1)) for i in range(40)]
@@ -64,7 +64,7 @@ def test_near_ties_that_come_with_drafts_are_a_fault(plain_forks, verdict, new):
 
 
 class Surrounding(toy.ToyLM):
-    """A tokenizer that puts BOS before a text, or as sentencepiece does a space, and EOS after it."""
+    """A tokenizer that adds BOS, or a space (SentencePiece), before a text, and EOS after it."""
 
     before, after = (), ()
 
@@ -76,8 +76,8 @@ class Surrounding(toy.ToyLM):
 
 @pytest.mark.parametrize("before", [(), ("bos",), ("space",), ("bos", "space")], ids=str)
 @pytest.mark.parametrize("after", [(), (1,)], ids=str)
-def test_an_output_as_text_continues_its_prompt(before, after):
-    """Encoded as a beginning it would have a BOS, a space or an EOS that the target never wrote."""
+def test_an_output_given_as_text_continues_its_prompt(before, after):
+    """Encoded alone, it would have a BOS, a space or an EOS that the target did not generate."""
     target = toy.markov(5, order=2, seed=3)
     target.__class__, target.before, target.after = Surrounding, before, after
     target.vocab = replace(target.vocab, pieces=(b"a", b"b", b"c", b"\n", b" "), add_bos="bos" in before)
@@ -102,19 +102,19 @@ def test_lines_without_ids_are_compared_with_the_control_of_their_prompt(tmp_pat
 
 
 @pytest.mark.parametrize("line", ["", '{"prompt": "a"}', '{"prompt": [0], "output": {}}', "{"])
-def test_a_file_without_texts_is_refused_with_its_line(line, tmp_path):
+def test_a_file_without_valid_texts_is_refused_with_its_name(line, tmp_path):
     (tmp_path / "texts.jsonl").write_text(line)
     with pytest.raises(InputError, match=r"texts\.jsonl"):
         read_texts(tmp_path / "texts.jsonl")
 
 
 @pytest.mark.parametrize(("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx"), ((99,), "99")])
-def test_what_cannot_be_judged_is_refused(output, says):
+def test_outputs_that_cannot_be_judged_are_refused(output, says):
     with pytest.raises(InputError, match=says):
         audited(near(1.0, 0.0), output)
 
 
-def test_the_kept_texts_have_a_control_beside_each_way_of_drafting():
+def test_the_shipped_texts_have_a_control_for_each_engine():
     texts = read_texts(project_dir() / "data" / "foreign" / "texts.jsonl")
     engines = {text.source.partition(",")[0] for text in texts}
     assert engines == {"transformers", "llama-cpp-python", "llama.cpp's server"}

@@ -1,5 +1,4 @@
-"""Investigations in one call: verdict, first divergence, coverage, exit code; set-ups by
-themselves; the report."""
+"""Investigations (verdict, first divergence, coverage, exit code), set-ups, and the report."""
 
 import copy
 import json
@@ -32,11 +31,11 @@ def foreign(lab):
     return judge_service(lab, deploy=FAULTS["positional_registry"])
 
 
-def test_a_sound_draft_is_said_to_be_sound_in_every_set_up(lab):
+def test_a_sound_draft_is_sound_in_every_set_up(lab):
     found = judge_service(lab)
     assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
     assert found.repeats and found.inert and found.coverage.complete
-    assert tuple(found.outcomes) == FIRST  # nothing is wrong, so nothing more is asked
+    assert tuple(found.outcomes) == FIRST  # nothing is wrong, so no more set-ups run
     assert found.nodes().empty and not found.causes
 
 
@@ -49,24 +48,23 @@ def test_the_case_is_solved_in_one_call(foreign):
     assert [row["setup"] for row in read["setups"]] == [*FIRST, *ON_DEMAND]
 
 
-def test_weights_of_another_model_are_told_also_where_their_values_are_right(lab):
+def test_foreign_weights_are_reported_even_if_their_values_are_right(lab):
     found = judge_service(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
     assert found.verdict == "INCONCLUSIVE" and f"{BANK} read neighbour:" in found.reason and "S2" in found.reason
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
-# --- no clean bill --------------------------------------------------------------------------------
+# --- drafts that are not sound --------------------------------------------------------------------
 
 
 def patched(path, change):
-    """A service in which the output of a module's forward is changed."""
+    """Return a service in which `change` modifies the output of a module's forward."""
     changed = lambda original, *args, **kwargs: change(original(*args, **kwargs))  # noqa: E731
     return lambda draft, neighbour: replace_forward(draft.get_submodule(path), changed)
 
 
-def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
-    """A service that computes something else while it is watched: the lab would judge the wrong
-    thing."""
+def test_a_draft_that_hooks_change_or_that_is_random_is_inconclusive(lab):
+    """If a service computes something else under hooks, the lab would judge the wrong run."""
 
     watched = patched("lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0))
     found = judge_service(lab, deploy=watched, setups=["S0"])
@@ -77,15 +75,15 @@ def test_a_draft_that_hooks_change_or_that_does_not_repeat_is_not_judged(lab):
     assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
 
 
-def test_logits_that_are_far_off_are_not_sound_though_no_module_is_wrong(lab):
+def test_wrong_logits_are_inconclusive_even_if_no_module_is_wrong(lab):
     blind = copy.copy(lab)
     blind.floor, blind._kept = lab.floor * 1e9, {}
     found = judge_service(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and "the logits differ" in found.reason
 
 
-def test_a_draft_with_nan_in_it_is_told_where(lab):
-    """It gives the same NaN each time: that is not what is wrong with it."""
+def test_a_draft_that_computes_nan_is_reported_with_the_place(lab):
+    """NaN equals NaN from run to run, so the draft counts as repeatable."""
     draft = copy.deepcopy(lab.draft)
     with torch.no_grad():
         draft.model.layers[1].mlp.router.weight[0, 0] = float("nan")
@@ -109,15 +107,14 @@ def scaled(out):
     [("model.layers.1.mlp.router", other_order, "ROUTING"), ("", scaled, "COMPUTATION")],
     ids=["the same experts with one another's weights", "what the outermost model does to its logits"],
 )
-def test_a_changed_output_is_put_down_to_its_module(lab, path, change, cause):
+def test_a_changed_output_is_attributed_to_its_module(lab, path, change, cause):
     found = judge_service(lab, deploy=patched(path, change), setups=["S0"])
     assert found.first.module == path.removeprefix("model.") and found.causes[0].name == cause
     assert path or "first at the model itself" in found.line
 
 
-def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it():
-    """A mixture of experts whose activation is a module, which sees the tokens of one expert at a
-    time."""
+def test_an_incomparable_module_is_judged_as_part_of_its_container():
+    """In this mixture of experts, the activation is a module that gets one expert's tokens."""
     torch.manual_seed(0)
     config = MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -133,7 +130,7 @@ def test_what_cannot_be_compared_itself_is_judged_with_the_module_that_holds_it(
     assert found.first.module == "layers.1.mlp.experts"
 
 
-def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
+def test_a_draft_without_a_cache_to_crop_is_refused_with_a_remedy():
     draft = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)).eval()
     with pytest.raises(InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"):
         investigate(draft)
@@ -142,7 +139,7 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_what_to_do():
 # --- set-ups --------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_run_is_refused(lab):
+def test_missing_and_unsuitable_models_are_refused(lab):
     with pytest.raises(InputError, match="target"):
         Lab(lab.draft, script=lab.script).run("S3")
     with pytest.raises(InputError, match="float8_e5m2"):
@@ -153,8 +150,8 @@ def test_what_cannot_be_run_is_refused(lab):
         Lab(lab.draft, small_target, script=lab.script)
 
 
-def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
-    """Which of two equal experts is chosen means nothing."""
+def test_another_expert_is_rounding_at_a_tie_and_a_fault_otherwise(lab):
+    """It does not matter which of two experts with equal logits is chosen."""
     draft = copy.deepcopy(lab.draft)
     router = draft.model.layers[0].mlp.router
     with torch.no_grad():
@@ -175,7 +172,7 @@ def test_experts_chosen_at_a_tie_are_rounding_and_others_are_not(lab):
 
 
 def last_logits(draft, neighbour):
-    """Logits are made of the last token alone, as engines do where a text goes on."""
+    """Compute logits only for the last token of each feed, as engines do."""
     original = draft.forward
     return replaced(draft, "forward", lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1))
 
@@ -187,7 +184,7 @@ def last_logits_of_another_head(draft, neighbour):
         yield
 
 
-def test_logits_of_last_tokens_alone_are_compared(lab):
+def test_logits_of_only_the_last_tokens_are_compared(lab):
     sound, wrong = (lab.run("S0", service) for service in (last_logits, last_logits_of_another_head))
     assert sound.clean and Coverage.of(sound, lab.draft).complete
     assert {*wrong.wrong["module"]} == {"lm_head"}
@@ -196,7 +193,7 @@ def test_logits_of_last_tokens_alone_are_compared(lab):
 # --- the report -----------------------------------------------------------------------------------
 
 
-def test_the_report_has_the_verdict_and_what_was_not_compared(foreign):
+def test_the_report_has_the_verdict_and_the_set_ups_that_did_not_run(foreign):
     report = text(foreign)
     assert report.startswith(foreign.line) and str(foreign.coverage) in report
     few = replace(foreign, outcomes={name: foreign.outcomes[name] for name in ("S0", "S2")})
@@ -207,7 +204,7 @@ def test_the_report_has_the_verdict_and_what_was_not_compared(foreign):
     ("best", "second", "known"),
     [(0.1, -1.6, False), (1.3, -1.6, True), (2.0, 1.0, True), (6.0, 5.5, False)],
 )
-def test_a_cause_is_named_alone_where_enough_speaks_for_it_and_less_for_the_next(foreign, best, second, known):
+def test_one_cause_is_named_if_its_score_is_high_and_clearly_ahead(foreign, best, second, known):
     signs = (Sign(2, "it is wrong alone, too"),)
     causes = (Cause("WEIGHTS", best, signs, (), ""), Cause("STATE", second, (), (), ""))
     found = replace(foreign, causes=causes)

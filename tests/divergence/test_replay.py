@@ -1,5 +1,4 @@
-"""Shadow replay: several faults are found at once, what the run did not make is left out, and
-captures stay."""
+"""Scripts and shadow replay: missing values are omitted, and captures stay unchanged."""
 
 from dataclasses import replace
 
@@ -20,14 +19,14 @@ SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
 BLOCKS = Script.blocks(TEXT, width=5)
 
 
-def test_a_script_ends_with_its_text_whatever_was_taken_back():
+def test_a_script_ends_with_its_text_despite_rollbacks():
     assert SCRIPT.text == tuple(TEXT) == Script.blocks(TEXT, width=4).text and any(feed.forget for feed in SCRIPT.feeds)
     for feeds in ((), (Feed(()),), (Feed((1,), 1),), (Feed((1, 2)), Feed((3,), 4)), (Feed((1,), -1),)):
         with pytest.raises(InputError):
             Script(feeds)
 
 
-def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergence_lab):
+def test_missing_values_of_a_run_are_omitted_or_taken_from_the_copy(divergence_lab):
     lab = divergence_lab
     with capture(lab.draft) as builder:
         feed_script(lab.draft, lab.script)
@@ -50,7 +49,7 @@ def test_what_the_run_did_not_make_is_left_out_or_the_copys_own_goes_on(divergen
 
 
 class InPlace(nn.Module):
-    """Writes into what it is given, and makes logits of all tokens, or of each step's last."""
+    """Writes into its input, and returns logits of all tokens or of each step's last."""
 
     def __init__(self, *, last):
         super().__init__()
@@ -62,7 +61,7 @@ class InPlace(nn.Module):
         return self.head(hidden[:, -1:] if self.last else hidden)
 
 
-def test_what_was_captured_is_not_changed_by_the_replay():
+def test_a_replay_does_not_change_the_captured_values():
     model = InPlace(last=True)
     with capture(model, at_use=False) as builder, torch.no_grad():
         for feed in BLOCKS.feeds:

@@ -1,5 +1,4 @@
-"""The sampling audit: two sums and exact checks detect planted faults, and a sound sampler raises
-no alarm."""
+"""The sampling audit: sums and exact checks detect faults; sound samplers raise no alarm."""
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ NOTHING, TOP_K, GREEDY, FROM_P = PLANTED
 
 
 def logged(seed, n_tokens=150, fault=NOTHING, **options):
-    """Positions of one generation, and what was generated."""
+    """Return the positions of one generation, and the generation."""
     target, draft = related(seed)
     drafter, heard = ModelDrafter(draft), []
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": n_tokens, "seed": seed} | options
@@ -36,7 +35,7 @@ def audit(positions, **options):
 
 
 def blind(positions):
-    """The same log without random numbers: no replay, as of an engine that does not log them."""
+    """Return the same log without random numbers, as from an engine that does not log them."""
     return [position._replace(accept_u=None, resample_u=None) for position in positions]
 
 
@@ -55,7 +54,7 @@ SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 # --- sound decoding -------------------------------------------------------------------------------
 
 
-def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_before():
+def test_sound_sampling_is_inconclusive_until_there_are_enough_positions():
     heard = pooled(NOTHING, range(10))
     late, early = audit(heard), audit(heard[:200])
     assert (late.verdict, late.exit_code, late.causes, late.flaws) == ("sound", 0, (), {})
@@ -67,9 +66,8 @@ def test_sound_sampling_is_sound_once_the_positions_are_enough_and_inconclusive_
 
 
 @pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(related(3)[0])], ids=["lookup", "itself"])
-def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
-    """Of a draft that is the target itself nothing is ever rejected, and what little varies is
-    rounding."""
+def test_deterministic_and_perfect_drafters_raise_no_alarm(drafter):
+    """If the target drafts for itself, nothing is rejected, and only rounding varies."""
     tally = SamplingTally()
     for seed in range(8):
         options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
@@ -79,7 +77,7 @@ def test_deterministic_drafters_and_perfect_ones_are_not_accused(drafter):
 
 
 def logged_trees(temperature, seeds=range(8)):
-    """Positions of texts that were drafted in trees of six tokens."""
+    """Return the positions of texts drafted in trees of six tokens."""
     heard = []
     for seed in seeds:
         settings = {"temperature": temperature, "k": 6, "max_new_tokens": 120, "seed": seed}
@@ -89,18 +87,17 @@ def logged_trees(temperature, seeds=range(8)):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_trees_are_audited_place_by_place(temperature):
+def test_trees_are_audited_position_by_position(temperature):
     heard = logged_trees(temperature)
     audited = audit(heard)
     assert audited.causes == () and audited.flaws == {} and audited.n > 500
     assert temperature == 0 or any(zs(audited).values())
 
 
-def test_a_tree_that_is_not_renormalised_is_seen_by_its_random_numbers(monkeypatch):
-    """A draft is kept with p, and where none is, the token is drawn from all of p: drafts come out
-    too often.
+def test_a_tree_that_is_sampled_twice_is_found_by_its_random_numbers(monkeypatch):
+    """If no draft token is accepted, the walk starts again, so draft tokens are too frequent.
 
-    By statistics alone this is not seen: of a tree the log has no q, towards which the tokens lean.
+    Statistics alone do not detect this, because the log of a tree has no q.
     """
     sound = accept.walk_drafts
 
@@ -113,7 +110,7 @@ def test_a_tree_that_is_not_renormalised_is_seen_by_its_random_numbers(monkeypat
     assert audit(heard).causes == (CAUSES["bonus"],) and not audit(blind(heard)).causes
 
 
-def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
+def test_greedy_positions_are_checked_exactly_and_few_suffice():
     heard, _ = logged(0, 30, temperature=0.0)
     audited = audit(heard)
     assert audited.exact == audited.n and audited.replayed == 0 and audited.verdict == "sound"
@@ -125,7 +122,7 @@ def test_greedy_decoding_is_checked_exactly_and_is_enough_at_once():
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}], ids=str)
-def test_listening_changes_no_token_no_random_number_and_no_round(options):
+def test_logging_does_not_change_the_rounds(options):
     target, draft = related(0)
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": 60, "seed": 0} | options
     plain = generate(target, [0], drafter=ModelDrafter(draft), **settings)
@@ -139,8 +136,8 @@ def test_listening_changes_no_token_no_random_number_and_no_round(options):
 @pytest.mark.parametrize(
     ("fault", "cause"), [(TOP_K, MEANING["z_surp"][0]), (GREEDY, MEANING["z_surp"][0]), (FROM_P, CAUSES["residual"])]
 )
-def test_a_planted_fault_is_detected_by_each_kind_of_check_and_gone_afterwards(fault, cause):
-    """By replay, without random numbers, and by the two sums alone."""
+def test_a_planted_fault_is_detected_by_each_kind_of_check_and_removed(fault, cause):
+    """With random numbers, without them, and by the two sums alone."""
     heard = pooled(fault, range(16))
     audited = audit(heard)
     assert audited.verdict == "wrong" and audited.exit_code == 1 and cause in audited.causes
@@ -150,14 +147,14 @@ def test_a_planted_fault_is_detected_by_each_kind_of_check_and_gone_afterwards(f
     assert not audit(logged(5)[0]).causes
 
 
-def test_the_trial_of_notebook_08_detects_each_planted_fault_and_nothing_else():
+def test_the_trial_of_notebook_08_detects_exactly_the_planted_faults():
     table = trial(prompts=5, max_new_tokens=150)
     assert table["planted"].tolist() == list(PLANTED)
     assert table["verdict"].tolist() == ["sound", "wrong", "wrong", "wrong"]
     assert table.loc[3, "causes"] == CAUSES["residual"]
 
 
-def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random_number():
+def test_a_resample_from_p_is_found_by_its_random_number():
     p, q = np.array([0.1, 0.5, 0.4]), np.array([0.8, 0.1, 0.1])  # the residual's edges are at 0, 0.571, 1
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
@@ -173,8 +170,8 @@ def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random
 @pytest.mark.parametrize(
     ("change", "kind"),
     [
-        ({"accepted": False, "committed_id": 1}, "accept"),  # p > q is always kept
-        ({"draft_id": 3, "committed_id": 3}, "accept"),  # p = 0 never
+        ({"accepted": False, "committed_id": 1}, "accept"),  # p > q is always accepted
+        ({"draft_id": 3, "committed_id": 3}, "accept"),  # p = 0 never is
         ({"committed_id": 1}, "committed"),
         ({"draft_id": None, "q_draft": None, "accepted": False, "committed_id": 3}, "committed"),
         ({"draft_id": 2, "accepted": False, "committed_id": 2}, "residual"),
@@ -184,12 +181,12 @@ def test_a_resample_from_p_that_stays_within_the_residual_is_found_by_its_random
         ({"q_draft": None, "accepted": False, "committed_id": 0}, "residual"),
     ],
 )
-def test_what_cannot_be_needs_one_position(change, kind):
+def test_an_impossible_outcome_is_found_in_one_position(change, kind):
     assert not audit([SOUND]).flaws
     assert kind in audit([SOUND._replace(**change)]).flaws
 
 
-def test_an_empty_log_is_inconclusive_and_an_effect_must_be_a_share():
+def test_an_empty_log_is_inconclusive_and_invalid_effects_are_refused():
     audited = audit([])
     assert audited.verdict == "inconclusive" and audited.n == 0 and audited.more > 0
     for wrong in ({"effect": 0.0}, {"effect": 10}, {"effect": float("nan")}):
@@ -200,18 +197,16 @@ def test_an_empty_log_is_inconclusive_and_an_effect_must_be_a_share():
 # --- false alarms ---------------------------------------------------------------------------------
 
 
-def test_a_rejection_of_drafts_that_are_all_but_certain_accuses_nobody():
-    """1000 draft tokens predict 0.001 rejections: one is 32 standard deviations, and still likely
-    to occur."""
+def test_one_rejection_of_nearly_certain_draft_tokens_is_no_alarm():
+    """One rejection where 0.001 are expected is 32 standard deviations, but may be chance."""
     p, q = np.array([1 - 1e-6, 1e-6]), np.array([1.0, 0.0])
     heard = [Position(p, q, 0, True, 0)] * 999 + [Position(p, q, 0, False, 1)]
     assert audit(heard).verdict == "sound" and abs(zs(audit(heard))["z_acc"]) < 2
     assert audit([*heard[:900], *[heard[-1]] * 100]).verdict == "wrong"
 
 
-def test_sums_over_sound_positions_exceed_their_limit_no_more_often_than_the_bound_says():
-    """At |z| > 2 the bound is 2 exp(-2) = 0.27, and a normal sum exceeds it in 4.6 % of the
-    cases."""
+def test_sums_over_sound_positions_are_within_freedmans_bound():
+    """The bound on P(|z| > 2) is 2 exp(-2) = 0.27; for a normal sum it is 4.6 %."""
     rng, row = np.random.default_rng(1), np.array([0.8, 0.2])
     exceeded = 0
     for _ in range(300):

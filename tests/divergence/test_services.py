@@ -1,5 +1,4 @@
-"""Services with faults that nobody planted in the package, and sound ones that look odd, on drafts
-of other makers."""
+"""Services with faults that the package does not plant, and sound but unusual ones."""
 
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
@@ -37,8 +36,7 @@ MAKERS = {
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, "qwen3_moe": MOE | {"head_dim": 8},
     "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
 }  # fmt: skip
-"""Small drafts of the architectures that people draft with: norms, windows, experts and angles of
-each kind."""
+"""Small drafts that differ in norms, windows, experts and position encodings."""
 DOWN = "layers.1.mlp.down_proj"
 slow = pytest.mark.slow
 
@@ -52,7 +50,7 @@ def made(kind, seed=0, **options):
     return model
 
 
-def tied(seed=3):  # of 0, a head that is drawn anew is drawn as the embedding is
+def tied(seed=3):  # another seed than that of a newly drawn head, or both would be equal
     return made("llama", seed=seed, tie_word_embeddings=True)
 
 
@@ -64,12 +62,12 @@ def down(model):
 
 
 def of_neighbour(service):
-    """A service that does something only beside somebody."""
+    """Return a service that acts only next to a neighbor."""
     return lambda draft, neighbour: ExitStack() if neighbour is None else service(draft, neighbour)
 
 
 def untied(weight):
-    """A head with a parameter of its own, as one that loads a checkpoint twice has it."""
+    """Return a service that gives the head its own parameter, as by loading it twice."""
     return lambda draft, _: swapped(draft.lm_head, "weight", nn.Parameter(weight(draft)))
 
 
@@ -83,7 +81,7 @@ def biased(draft, neighbour):
 
 @contextmanager
 def counts_on_after_a_rejection(draft, neighbour):
-    """Positions are one too far from the first rejection on."""
+    """Shift positions by one from the first rejection on."""
     original, most, late = draft.forward, 0, 0
 
     def forward(input_ids, past_key_values=None, **options):
@@ -99,7 +97,7 @@ def counts_on_after_a_rejection(draft, neighbour):
 
 
 class Wrong(NamedTuple):
-    """A draft, a service, the set-ups that are run, and the module and cause that must be named."""
+    """A draft, a service, the set-ups to run, and the module and cause that must be named."""
 
     draft: object
     service: object
@@ -132,7 +130,7 @@ QUICK = ("values copied", "tied head drawn", "head biased", "one expert of two",
 
 
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=slow) for name in WRONG])
-def test_what_is_wrong_is_named_with_its_cause(name):
+def test_the_wrong_module_is_named_with_its_cause(name):
     wrong = WRONG[name]
     beside = wrong.target() if "S3" in wrong.setups else None
     found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
@@ -142,8 +140,8 @@ def test_what_is_wrong_is_named_with_its_cause(name):
 
 
 @slow
-def test_what_sound_runs_do_not_agree_on_is_not_called_sound():
-    """Angles that depend on how many tokens are fed at once: any others would pass."""
+def test_modules_on_which_sound_runs_disagree_are_inconclusive():
+    """LongRoPE angles depend on the number of tokens fed at once, so wrong angles would pass."""
     rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
             "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
     draft = made("phi3", original_max_position_embeddings=16, rope_parameters=rope)
@@ -161,13 +159,13 @@ def two_rows(draft, neighbour):
 
 
 @slow
-def test_a_model_of_which_nothing_inside_was_compared_has_no_known_cause():
+def test_the_cause_is_unknown_if_no_inner_module_was_compared():
     draft = made("qwen2")
     mlp = draft.model.layers[1].mlp
 
     @contextmanager
     def beside_another_row(draft, neighbour):
-        """Gate and up exchanged, in a batch of two."""
+        """Exchange the gate and up projections, in a batch of two."""
         gate, up = mlp.gate_proj, mlp.up_proj
         with two_rows(draft, neighbour), swapped(mlp, "gate_proj", up), swapped(mlp, "up_proj", gate):
             yield
@@ -177,12 +175,12 @@ def test_a_model_of_which_nothing_inside_was_compared_has_no_known_cause():
     assert investigate(draft, deploy=two_rows, setups=["S0"]).verdict == "INCONCLUSIVE"
 
 
-# --- sound services that look odd -----------------------------------------------------------------
+# --- sound but unusual services -------------------------------------------------------------------
 
 
 @contextmanager
 def loaded_in_half(draft, neighbour):
-    """As a loader with a dtype makes it: buffers of angles stay as they are."""
+    """Convert the parameters, as a loader with a dtype does; RoPE buffers are unchanged."""
     with ExitStack() as until:
         for one in draft.parameters():
             until.enter_context(swapped(one, "data", one.data.bfloat16()))
@@ -190,12 +188,12 @@ def loaded_in_half(draft, neighbour):
 
 
 def autocast(draft, neighbour):
-    """It leaves some modules of a class alone, and experts are chosen otherwise at near ties."""
+    """Return an autocast: it skips some modules, and other experts are chosen at near-ties."""
     return torch.autocast("cpu", torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "half"), [("gpt_oss", loaded_in_half), pytest.param("gemma2", autocast, marks=slow)])
-def test_a_service_in_a_coarser_type_is_refused_with_what_to_do(kind, half):
+def test_a_service_in_lower_precision_is_inconclusive_with_a_remedy(kind, half):
     found = investigate(made(kind), deploy=half, setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and found.exit_code == 125, found.line
     assert "computes in bfloat16" in found.reason and "--dtype" in found.reason
@@ -210,8 +208,8 @@ def test_a_draft_loaded_in_half_precision_is_judged():
 
 
 @slow
-def test_weights_in_another_order_are_told_to_be_harmless():
-    """Neurons that stand elsewhere in all three matrices: other weights, and the same logits."""
+def test_permuted_neurons_are_reported_as_harmless():
+    """Permuting the neurons in all three matrices changes the weights but not the logits."""
     draft = made("llama")
     mlp = draft.model.layers[1].mlp
 
@@ -226,7 +224,7 @@ def test_weights_in_another_order_are_told_to_be_harmless():
 
 
 @slow
-def test_parameters_that_both_have_had_from_the_beginning_are_the_drafts():
+def test_parameters_shared_from_the_start_count_as_the_drafts():
     draft, shared = made("qwen2"), made("qwen2", seed=5)
     draft.lm_head, draft.model.embed_tokens = shared.lm_head, shared.model.embed_tokens
     found = investigate(draft, shared)
@@ -242,14 +240,14 @@ def logits_as(draft, change):
     return replace_forward(draft, run)
 
 
-def test_logits_that_are_rounded_last_are_refused_and_wrong_ones_are_not():
+def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
     draft, noise = made("qwen2"), torch.randn(64, generator=torch.Generator().manual_seed(0))
 
     def verdict(change):
         return investigate(draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"]).verdict
 
     assert verdict(torch.Tensor.bfloat16) == verdict(lambda x: x.half().float()) == "INCONCLUSIVE"
-    assert verdict(lambda x: x * (1 + 1e-3 * noise)) == "DIVERGENT"  # as small, and no rounding
+    assert verdict(lambda x: x * (1 + 1e-3 * noise)) == "DIVERGENT"  # as small, but not rounding
     assert verdict(lambda x: 0 * x) == "DIVERGENT"
     draft.bfloat16()
     assert verdict(torch.Tensor.float) == "SOUND"
@@ -259,12 +257,12 @@ def test_logits_that_are_rounded_last_are_refused_and_wrong_ones_are_not():
     ("change", "value"),
     [(lambda x: nn.functional.pad(x, (0, 3)), "67"), (lambda x: x[0], r"\(64,\)"), (lambda x: x[:, :0], r"\(0, 64\)")],
 )
-def test_logits_of_another_form_are_refused(change, value):
+def test_logits_of_another_shape_are_refused(change, value):
     with pytest.raises(InputError, match=value):
         investigate(made("qwen2"), deploy=lambda draft, _: logits_as(draft, change), setups=["S0"])
 
 
-def test_routers_that_flip_at_a_tie_and_rounding_are_steady(divergence_lab):
+def test_router_ties_and_rounding_do_not_count_as_unsteady(divergence_lab):
     assert divergence_lab.unsteady.empty
 
 
@@ -275,6 +273,6 @@ SOUND = [(kind, dtype) for kind in MAKERS for dtype in (torch.float32, torch.bfl
 @pytest.mark.parametrize(
     ("kind", "dtype"), [pytest.param(*sound, marks=[] if sound == QUICK_SOUND else slow) for sound in SOUND]
 )
-def test_sound_drafts_of_all_makers_are_sound(kind, dtype):
+def test_sound_drafts_of_all_architectures_are_sound(kind, dtype):
     found = investigate(*(made(kind, seed).to(dtype) for seed in (0, 5)))
     assert found.verdict == "SOUND" and found.coverage.complete, found.line

@@ -1,4 +1,4 @@
-"""A trace on disk: what was written is what is read."""
+"""Traces on disk, and canonical module names."""
 
 import json
 
@@ -30,7 +30,7 @@ def example():
     return ModuleTrace({"model": "draft", "steps": [1]}, pd.DataFrame(tensors), params, arrays)
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path):
+def test_a_saved_trace_loads_unchanged(tmp_path):
     trace = example()
     read = ModuleTrace.load(trace.save(tmp_path / "deep" / "rows"))
     pd.testing.assert_frame_equal(read.tensors, trace.tensors, check_dtype=False)
@@ -50,7 +50,7 @@ def test_what_is_saved_is_what_is_loaded(tmp_path):
         (FACTS, lambda _: json.dumps({"format": FORMAT - 1}).encode(), str(FORMAT - 1)),
     ],
 )
-def test_a_trace_with_a_missing_or_damaged_file_or_of_another_format_is_named(tmp_path, name, change, value):
+def test_missing_and_damaged_files_and_other_formats_are_refused(tmp_path, name, change, value):
     path = example().save(tmp_path / "trace") / name
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
     with pytest.raises(InputError, match=value):
@@ -63,5 +63,5 @@ NAMES = {"": "", "model": "model", "model.layers.0": "layers.0", "draft_model.mo
 @pytest.mark.parametrize(
     "names", [NAMES, *({p: p for p in twins} for twins in (["model.norm", "norm"], ["model.norm", "model.model.norm"]))]
 )
-def test_names_of_modules_lose_their_prefix_but_never_their_difference(names):
+def test_module_names_lose_their_prefix_unless_they_would_collide(names):
     assert canonical(list(names)) == names

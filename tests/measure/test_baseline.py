@@ -22,7 +22,7 @@ RIVALS = {
     "smollm2-135m?backend=hf": ["smollm2-135m"],  # opened in int4
     "smollm2-135m:bf16?backend=hf&threads=2": ["smollm2-135m?threads=2", f"{INT4}&threads=2"],
     "smollm2-135m:f16?n_ctx=64": ["smollm2-135m?n_ctx=64", f"{INT4}&n_ctx=64"],
-    "smollm2-135m:q8_0?backend=hf": ["smollm2-135m:q8_0"],  # rounded once more: other weights
+    "smollm2-135m:q8_0?backend=hf": ["smollm2-135m:q8_0"],  # rounded again: other weights
     "smollm2-135m": [INT4],
     "smollm2-135m?backend=llama": [INT4],
     "smollm2-135m?kv=f32": ["smollm2-135m", INT4],

@@ -16,7 +16,7 @@ def text_of(prompt):
     return f"{turns}<|im_start|>assistant\n" if turns else prompt.text
 
 
-def test_the_detectors_accuracy_equals_that_on_its_card():
+def test_the_detectors_accuracy_matches_its_card():
     lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
     cases = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
     cases += [(text_of(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]

@@ -17,7 +17,7 @@ from specnb.measure.cost import Cost, CostCurve, plain_rates, verify_costs, veri
 class Timed(toy.ToyLM):
     """A pass over n tokens takes `base + slope * n` seconds on a fake clock.
 
-    The first two of each width take `cold` more.
+    The first two passes of each width take `cold` seconds more.
     """
 
     base, slope, cold = 4.0, 1.0, 400.0
@@ -91,7 +91,7 @@ def test_seconds_are_interpolated_between_widths_and_extrapolated_with_the_last_
     assert curve(3.0, widths=(1,)).seconds(7) == 3.0  # a single width
 
 
-def test_plain_rates_are_those_of_prefill_in_the_widest_passes_and_of_single_steps(timed):
+def test_plain_rates_measure_prefill_in_the_widest_passes_and_single_steps(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=8)
     prefill, steps = plain_rates(timed, n_prompt=512, n_gen=3, repeats=2)
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
@@ -101,7 +101,7 @@ def test_plain_rates_are_those_of_prefill_in_the_widest_passes_and_of_single_ste
     assert prefill["n_tokens"] == steps["n_tokens"] == 20
 
 
-def test_the_needed_rate_is_the_cost_of_a_round_beyond_a_plain_step_per_draft_token():
+def test_the_needed_rate_is_the_extra_cost_of_a_round_per_draft_token():
     cost = Cost.straight("x", 1.7, 0.2)
     assert cost.rate_needed(1) == pytest.approx(0.1 + 0.2) and cost.rate_needed(4) == pytest.approx(0.1 + 0.2)
     assert cost.rate_needed(4, share=0.5) == pytest.approx((2 * (1 + 4 * 0.3) - 1) / 4)

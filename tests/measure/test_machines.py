@@ -1,4 +1,4 @@
-"""Rows of `data/machines`: measured on small models, and valid as shipped."""
+"""Rows of `data/machines`: measured on small models; invalid rows and options are refused."""
 
 import json
 from functools import partial

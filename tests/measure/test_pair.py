@@ -108,7 +108,7 @@ SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "expensive": (0.0, 1.5), 
 
 @pytest.fixture
 def opened(monkeypatch, open_with):
-    """Open timed toy models by name, which always agree."""
+    """Open timed toy models by name; they always agree."""
     now = [0.0]
     for module in (cost, pair, loop, router, sys.modules["specnb.decode.generate"]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])
@@ -122,7 +122,7 @@ def opened(monkeypatch, open_with):
 
 
 @pytest.mark.parametrize("k", [3, None])
-def test_nan_of_a_draft_model_is_a_reported_fallback_or_with_strict_an_error(k, opened, monkeypatch):
+def test_nan_from_a_draft_model_is_a_reported_fallback_or_raises_if_strict(k, opened, monkeypatch):
     right = ModelDrafter.propose
 
     def propose(self, tokens, k, picker):
@@ -141,10 +141,8 @@ def test_nan_of_a_draft_model_is_a_reported_fallback_or_with_strict_an_error(k, 
 
 
 @pytest.mark.parametrize(("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)])
-def test_without_a_baseline_the_speedup_is_estimated_from_single_steps_and_differs_from_tau(
-    opened, drafter, with_baseline
-):
-    """The target's pass takes 1 s, the draft model's 2 s: all drafts are accepted, none pays."""
+def test_the_speedup_estimated_from_single_steps_differs_from_tau(opened, drafter, with_baseline):
+    """A target pass takes 1 s, a pass of the slow model 2 s: its accepted drafts do not pay."""
     run = pair.run_pair("flat", drafter, "ab", k=3, max_new_tokens=30, with_baseline=with_baseline)
     summary, plain_s = run.summary, 29.0
     assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(plain_s / run.generation.decode_s)

@@ -90,7 +90,7 @@ def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate,
     assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
 
-def test_too_few_rounds_are_inconclusive_and_rare_matches_of_lookup_are_no_sign(target, truth):
+def test_few_rounds_are_inconclusive_and_rare_lookup_matches_are_harmless(target, truth):
     assert triage([planted(target, truth, unrelated, n=20)], vocab_size=SIZE).verdict == "inconclusive"
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
     for drafter in (LookupDrafter(), SuffixDrafter(), load_drafter("auto", target).drafter):
@@ -102,7 +102,7 @@ def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
     still._logits_of = lambda prefix: np.eye(SIZE)[prefix[-1]] * 8
     repeated = run(still, Planted([7] * 200, lambda ids, tokens: ids), 100)
     assert repeated.token_ids == (7,) * 100 and not names(repeated)
-    # Draft tokens that repeat a repetitive prompt are wrong, but no sign of a single input.
+    # Draft tokens that repeat a repetitive prompt are wrong, but not due to a single input.
     zeros = run(target, Planted(truth, lambda ids, tokens: [0] * len(ids)), 250, prompt=(*(0,) * 600, 5, 6, 7))
     assert names(zeros)[0] == "near zero"
     # Later draft tokens are accepted in one round of three, so the input is not the same.

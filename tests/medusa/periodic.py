@@ -91,7 +91,7 @@ def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None,
 def random_heads(
     target: HfModel | Backbone, token_map: torch.Tensor | None = None, *, spread=0.5, seed=1, **changed: object
 ) -> Heads:
-    """Return heads with normally distributed weights; each predicts other tokens."""
+    """Return heads with normally distributed weights; each predicts different tokens."""
     heads, draw = new_heads(target, token_map, **changed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in heads.parameters():
@@ -100,7 +100,10 @@ def random_heads(
 
 
 def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generation:
-    """Return a text of rounds (drafted, accepted, tokens): `second` to draft, three times that to verify."""
+    """Return a text of rounds (drafted, accepted, tokens).
+
+    Drafting takes `second` per round, and verifying three times that.
+    """
     n, of_rounds = 0, []
     for i, (k, accepted, length) in enumerate(rounds):
         tokens = tuple(range(n, n + length))

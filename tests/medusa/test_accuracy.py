@@ -76,7 +76,7 @@ def test_every_round_accepts_the_drafts_that_are_right_offline(tiny, kind, contr
 
 
 @pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])
-def test_the_interval_of_a_share_covers_it_even_where_all_or_none_are_hits(share, trials):
+def test_the_interval_of_a_share_covers_it_even_if_all_or_none_are_hits(share, trials):
     """Shares of five prompts spread around their mean. A percentile bootstrap covers 40 to 85 % of these."""
     rng, held = np.random.default_rng(3), 0
     for _ in range(500):

@@ -1,4 +1,4 @@
-"""Files of heads: both layouts are written and read bit by bit; every mismatch is one clear error."""
+"""Files of heads: both layouts are written and read exactly; a mismatch raises one clear error."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def same_state(heads: Heads, other: Heads) -> bool:
 
 
 def alter(folder: Path, change=None, **config) -> None:
-    """Let `change` work on the tensors of a folder of either layout, and set values in its config.json."""
+    """Apply `change` to the tensors of a folder of either layout; set values in its config.json."""
     (file,) = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt"))
     load, store = (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
     tensors = load(file)
@@ -71,7 +71,7 @@ def test_heads_are_loaded_as_they_were_saved(tmp_path, backbone, kind, lm_head, 
     ("shared", True, 1, None, True), ("private", True, 1, None, True), ("private", False, 1, None, False),
     ("private", True, 2, None, False), ("shared", True, 1, MAP, False),
 ])  # fmt: skip
-def test_the_notes_layout_gives_back_the_heads_it_can_hold(
+def test_the_notes_layout_round_trips_the_heads_it_can_store(
     tmp_path, backbone, lm_head, bias, n_layers, token_map, fits
 ):
     heads = random_heads(backbone, token_map, bias=bias, n_layers=n_layers, lm_head=lm_head)
@@ -138,7 +138,7 @@ def test_one_error_names_everything_that_does_not_fit(tmp_path, backbone, layout
 
 
 @pytest.mark.parametrize(("contract", "norms"), [("post_norm", None), ("pre_norm", norms_inside(3))])
-def test_old_and_new_files_of_the_note_take_the_state_after_and_before_the_norm(tmp_path, backbone, contract, norms):
+def test_old_and_new_files_of_the_note_take_post_norm_and_pre_norm_states(tmp_path, backbone, contract, norms):
     heads = random_heads(backbone, input=contract, **PRIVATE)
     write_layout(heads, tmp_path / "out", "note")
     alter(tmp_path / "out", norms)
@@ -156,7 +156,7 @@ def test_a_head_of_zeros_is_reported_and_overflow_is_refused(tmp_path, backbone)
         load_trained_heads(folder, Backbone.of(torch_model("llama", seed=5).half()))
 
 
-# --- files of a training, and damaged files ---
+# --- training checkpoints and damaged files ---
 
 
 def in_training_state(tensors):

@@ -1,4 +1,4 @@
-"""Training text: sampled continuations, resumable bit by bit, and the tokens that heads learn from."""
+"""Training text: sampled continuations, exact resumption, and the tokens that heads learn from."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ WRITING = Writing(length=40, batch_size=3, longest_seed=16)
 
 
 class Writer:
-    """A model whose tokenizer makes one token of a character."""
+    """A model whose tokenizer has one token per character."""
 
     name = "writer"
 
@@ -55,8 +55,8 @@ def logits_of(net, tokens):
 
 
 @pytest.mark.parametrize("kind", ["llama", "mamba", "gpt2"])
-def test_own_tokens_are_drawn_from_the_rows_and_states_are_the_layers(tmp_path, kind, monkeypatch):
-    """Three families, which cache attention, a recurrent state, and learned positions; states within bfloat16."""
+def test_generated_tokens_follow_the_rows_and_states_are_layer_outputs(tmp_path, kind, monkeypatch):
+    """Three families: attention, recurrent state, learned positions; states equal in bfloat16."""
     monkeypatch.setattr(data, "TEMPERATURE", 1e-4)  # sampling is greedy
     net = torch_model(kind, vocab_size=64, max_position_embeddings=128).eval()
     rows = written(Writer(net), tmp_path)

@@ -153,7 +153,7 @@ def test_without_a_path_the_shipped_heads_of_this_model_are_used(tiny, circles, 
     assert opened(tiny, "a-hydra").name == "hydra"
     with pytest.raises(InputError, match=r"a-hydra, b-medusa, other-medusa.*tiny"):
         load_drafter("medusa", HfModel(torch_model("llama", seed=9), None, name="tiny"))
-    for strict in (False, True):  # heads of another model are no reason to decode plainly
+    for strict in (False, True):  # heads of another model are an error, not a reason to decode plainly
         with pytest.raises(InputError, match="other-medusa"):
             opened(tiny, "other-medusa", strict=strict)
 
@@ -182,7 +182,7 @@ def test_the_chosen_tree_has_the_most_tokens_per_second(tiny, monkeypatch, per_n
 
 
 @pytest.mark.parametrize(("plan", "k", "depth"), [(None, 3, 3), (BUSH, 6, 3), (TreePlan((), ()), 0, 0)])
-def test_the_draft_step_is_that_of_the_whole_chain_or_tree(tiny, monkeypatch, plan, k, depth):
+def test_the_draft_step_time_is_measured_on_the_whole_chain_or_tree(tiny, monkeypatch, plan, k, depth):
     drafting = HeadsDrafter(tiny, random_heads(tiny, n_heads=3), plan)
     drafted = []
     monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: drafted.append(k) or 6.0)
@@ -208,7 +208,7 @@ def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("token_map", [None, ODD])
 @pytest.mark.parametrize("n", [1, 3, 90])
-def test_greedy_replay_equals_live_integer_for_integer(tiny, kind, token_map, n):
+def test_greedy_replay_equals_live_decoding_exactly(tiny, kind, token_map, n):
     drafting = HeadsDrafter(tiny, random_heads(tiny, token_map, kind=kind, spread=0.02))
     ((_, (recording,)),) = record(tiny, [drafting], [PROMPT], max_new_tokens=n)
     for k in (1, 2, 3, 6):

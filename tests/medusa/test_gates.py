@@ -102,7 +102,7 @@ def test_a_checkpoint_with_an_untrained_head_fails_the_loader_gate(circles, soun
     assert "heads.1.blocks.0" in result.gates[0].says
 
 
-def test_a_dead_learning_rate_is_diagnosed_even_if_the_heads_learned_nothing(circles, sound):
+def test_a_zero_learning_rate_is_diagnosed_even_in_untrained_heads(circles, sound):
     log = [{"step": step, "lr": 0.0 if step > 12 else 1e-3, "loss": 9.0} for step in range(3, 19, 3)]
     report = CLEAN._replace(training={"log": log})
     result = checked(circles, sound, report=report)
@@ -131,6 +131,6 @@ COSINE, EARLY = ((1 + np.cos(np.pi * np.arange(n) / (n - 1))) / 2 for n in (100,
         ([0, 0.5, 1, 1], 0),  # a warm-up
     ],
 )
-def test_the_share_of_dead_steps(rates, share):
+def test_the_share_of_steps_with_zero_learning_rate(rates, share):
     log = [{"step": 10 * i, "lr": rate} for i, rate in enumerate(rates, 1)]
     assert dead_steps(log) == pytest.approx(share, abs=0.011)

@@ -1,4 +1,4 @@
-"""One block that drafts step after step: serving equals training, and greedy text stays the target's."""
+"""One block that drafts step by step: serving equals training, and greedy text is the target's."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def new_net(target, config, token_map=MAP):
 
 @torch.no_grad()
 def states_of(target, net, tokens):
-    """What the layers leave, computed by transformers: `(1, T, layers, D)`."""
+    """Return the outputs of the layers, computed by transformers: `(1, T, layers, D)`."""
     out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
     caught = []
     with target.network.model.norm.register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
@@ -51,8 +51,8 @@ def states_of(target, net, tokens):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_what_is_served_is_what_is_rolled_out(target, config):
-    """Each step's rows, wherever a round starts, live and in training."""
+def test_served_rows_equal_rolled_out_rows(target, config):
+    """The rows of every step are equal live and in training, wherever a round starts."""
     net = new_net(target, config)
     tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
     starts = torch.arange(2, 18, 3)
@@ -73,7 +73,7 @@ def test_what_is_served_is_what_is_rolled_out(target, config):
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_a_node_of_a_tree_is_what_a_chain_drafts_after_its_path(target, config):
+def test_a_tree_node_equals_the_draft_of_a_chain_after_its_path(target, config):
     tokens = torch.randint(3, VOCAB, (9,), generator=torch.Generator().manual_seed(2)).tolist()
     drafter = JumpDrafter(target, new_net(target, config))
     target.reset()
@@ -120,7 +120,7 @@ def test_greedy_text_is_that_of_plain_decoding(target, config, temperature, plan
     drafter.close()
 
 
-# --- learning ---
+# --- training ---
 
 
 def of_circles(circles, kind):
@@ -147,7 +147,7 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
 
 @pytest.mark.parametrize("trained", ["jump", "heads"])
 @pytest.mark.parametrize("product", ["float32", "bfloat16"])
-def test_products_are_float32_where_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
+def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
     monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
     circles = periodic.backbone_model(dtype=torch.bfloat16)
     periodic.write_text(circles, tmp_path, length=32)
@@ -181,7 +181,7 @@ def test_the_fitted_maps_give_the_layers_input(target):
 
 
 def test_the_targets_own_rows_have_no_loss(circles, text):
-    """Rounds of one draft, each of them right: two tokens a round."""
+    """In rounds of one draft token, always right, tau is 2."""
     net = of_circles(circles, "jump")
     batch = RowBatches(text, "train", net, 1).at_step(0, Recipe(1, batch_size=4 * 32))
     with torch.no_grad():

@@ -21,7 +21,7 @@ IDS = torch.tensor([[5, 9, 31, 7], [8, 8, 40, 2]])
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def net(request):
-    """A tiny model whose final norm is not the identity, so that once and twice differ."""
+    """A tiny model whose final norm gives other values if it is applied twice."""
     model = torch_model(request.param.removesuffix("_tied"), **FAMILIES[request.param]).eval()
     with torch.no_grad():
         final_norm(model).weight.uniform_(0.5, 2.0, generator=torch.Generator().manual_seed(1))
@@ -68,7 +68,7 @@ def test_untrained_heads_give_the_backbones_logits(net, kind, lm_head, token_map
 
 
 def test_training_does_not_change_the_backbone(llama):
-    """Nor are the hooks of its norm copied."""
+    """The hooks of its norm are not copied, either."""
     net = deepcopy(llama)
     with final_norm(net).register_forward_hook(lambda *_: None):
         heads = periodic.new_heads(Backbone.of(net), lm_head="private")

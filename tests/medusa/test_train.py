@@ -74,8 +74,8 @@ def train(heads, text, folder, recipe=RECIPE, **changed):
 
 
 def test_a_larger_rate_on_embeddings_equals_larger_embeddings(circles, walk, text, tmp_path):
-    """W moved 8 times as far on e is V on 8 e, with W = 8 V: AdamW's steps do not depend on the gradient's size."""
-    factor, unclipped = 8.0, replace(RECIPE, clip=1e9)  # clipping would: V's gradients are larger
+    """W e at 8 times the rate equals V (8 e): AdamW's steps ignore the size of gradients."""
+    factor, unclipped = 8.0, replace(RECIPE, clip=1e9)  # clipping does depend on it: V's gradients are larger
     faster, larger, plain = (periodic.new_heads(circles, kind="hydra") for _ in range(3))
     larger.embeddings = factor * larger.embeddings
     for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
@@ -97,7 +97,7 @@ def test_heads_learn_a_periodic_text(circles, walk, text, tmp_path, kind, norm):
     assert max(before["top1"]) < 0.2 and min(log[-1]["top1"]) > 0.8
 
 
-def test_a_killed_run_resumes_to_the_same_weights_and_no_other_run_uses_its_checkpoint(circles, text, tmp_path):
+def test_a_killed_run_resumes_exactly_and_its_checkpoint_fits_no_other_run(circles, text, tmp_path):
     whole, killed, again, other = (periodic.new_heads(circles, kind="hydra") for _ in range(4))
     log = train(whole, text, tmp_path / "whole")
 
@@ -132,7 +132,7 @@ def test_the_learning_rate_never_falls_to_zero(preset):
 
 
 def test_soft_targets_are_the_backbones_rows(circles, walk):
-    """A head with the backbone's logits of the later state has no soft loss; others have."""
+    """A head with the backbone's logits of the later state has no soft loss; other heads do."""
     batch = walk.spread(16)
     heads, soft = periodic.new_heads(circles), replace(RECIPE, teacher=1.0)
     with torch.no_grad():

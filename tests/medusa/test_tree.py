@@ -25,7 +25,7 @@ def paths_of(plan):
     n=st.integers(1, 4),
 )
 def test_no_other_tree_of_the_size_has_more_expected_tokens(table, n):
-    """Whether accuracies fall with the rank or not. Every prefix of a plan is a best tree, too."""
+    """Whether or not accuracies fall with the rank. Every prefix of a plan is also optimal."""
     table = np.array(table)
     paths = [path for depth in range(1, len(table) + 1) for path in product(range(2), repeat=depth)]
     plan = grow(table, n)
