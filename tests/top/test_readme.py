@@ -178,7 +178,8 @@ def lossless() -> str:
 
 
 @pytest.mark.parametrize(("question", "computed"), [
-    ("Is a 135M", small), ("Is a 1.5B", large), ("Which K?", width), ("Should K follow", rolling), ("Must draft and target", vocabularies),
+    ("Is a 135M", small), ("Is a 1.5B", large), ("Which K?", width), ("Should K follow", rolling),
+    ("Must draft and target", vocabularies),
     ("Can a recurrent state", hybrid), ("Do trained heads", heads), ("Nothing is accepted", lab),
     ("Is the output lossless", lossless),
 ])  # fmt: skip
