@@ -24,7 +24,7 @@ import pandas as pd
 from specnb import generate, load, load_drafter
 from specnb.decode.generate import prompt_ids
 from specnb.measure.bench import interval, rate, rate_ratio
-from tests.benchmarks.record import arguments, chosen_prompts, write_record
+from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
 CONTENTS, KS = ("code", "edit", "json"), (3, 7)
 
@@ -86,11 +86,12 @@ def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, ob
 def main() -> None:
     parser = arguments(__doc__, __file__)
     parser.add_argument("file", type=Path)
+    parser.add_argument("--contents", nargs="+", default=CONTENTS)
     parser.add_argument("--prompts", type=int, default=10, help="prompts of each content")
     parser.add_argument("--tokens", type=int, default=80)
     given = parser.parse_args()
 
-    rows = []
+    facts = {"model": given.file.name, "tokens": given.tokens, "openvino_genai": openvino_genai.__version__}
     plain_pipeline = openvino_genai.LLMPipeline(str(given.file), "CPU")
     lookup_pipeline = openvino_genai.LLMPipeline(str(given.file), "CPU", prompt_lookup=True)
     with closing(load(f"{given.file}?backend=hf&dtype=int4")) as target:
@@ -102,12 +103,11 @@ def main() -> None:
         for k in KS:
             methods[f"openvino lookup K={k}"] = partial(theirs, lookup_pipeline, given.tokens, k)
             methods[f"ours lookup K={k}"] = partial(ours, target, given.tokens, drafter, k)
-        for content in CONTENTS:
+        for content in given.contents:
             prompts = [list(prompt_ids(target, prompt)) for prompt in chosen_prompts(content, given.prompts)]
-            rows += speed_rows(in_turn(methods, prompts), content)
-            print(pd.DataFrame(rows[-len(methods) :]).round(2).to_string(index=False), flush=True)
-    facts = {"file": given.file.name, "openvino_genai": openvino_genai.__version__, "tokens": given.tokens}
-    write_record(given.out, facts | {"rows": rows})
+            rows = [facts | row for row in speed_rows(in_turn(methods, prompts), content)]
+            print(pd.DataFrame(rows).drop(columns=[*facts]).round(2).to_string(index=False), flush=True)
+            add_rows(given.out, {"rows": rows})
 
 
 if __name__ == "__main__":
