@@ -156,8 +156,9 @@ def hybrid() -> str:
     rows = [row for row in measurements("04_ways_back_torch")["ways"] if row["engine"] == "torch"]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
-        "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid in float32, a scripted "
-        f"drafter that costs nothing and is right 80 % of the time, {best['n_prompts']} passages: {interval(best)}"
+        "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid in float32, a "
+        f"scripted drafter that costs nothing and is right 80 % of the time, {best['n_prompts']} passages: "
+        f"{interval(best)}"
     )
 
 
