@@ -6,10 +6,13 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 
+from specnb.batch.attach import judge_replies
 from specnb.book.claims.report import fit_line, read_runs
 from specnb.book.tables import baseline
 from specnb.chapters import adaptive_k
 from specnb.chapters.league import rank_drafters
+from specnb.compat.check import check
+from specnb.compat.read import describe
 from specnb.io import project_dir
 from specnb.measure.machines import machine_rows
 
@@ -189,6 +192,13 @@ def lossless() -> str:
 def test_a_finding_equals_that_of_its_record(question, computed):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {question}"))
     assert line.split(" | ")[2] == computed()
+
+
+def test_the_output_of_commands_is_real():
+    attached = judge_replies(read("data/servers/xllamacpp.json"))
+    lines = README.splitlines()
+    assert lines.index(attached["line"]) + 1 == lines.index(attached["option"])
+    assert check(describe("smollm2-135m"), describe("gpt-2")).summary() in lines
 
 
 @pytest.mark.parametrize("name", [name for name, row in machine_rows().items() if row.baseline_engine])
