@@ -61,7 +61,7 @@ def test_a_chat_prompt_has_one_bos_and_no_eos_is_appended_to_prompts(before, aft
 
 
 @pytest.mark.parametrize(("prompt", "named"), [
-    ("", "no tokens"), ([], "no tokens"), (["ab", "cd"], r"\['ab', 'cd'\]"), ([1.5, 2.0], r"\[1.5, 2.0\]"),
+    ("", "without tokens"), ([], "without tokens"), (["ab", "cd"], r"\['ab', 'cd'\]"), ([1.5, 2.0], r"\[1.5, 2.0\]"),
     ("a\udcffb", r"'\\udcff'"), ("a!", "'!'"), ([0, 5], "5"), ([-1, 0], "-1"),
     ([{"role": "user", "content": "ab"}], "chat template"),
 ])  # fmt: skip

@@ -29,7 +29,7 @@ def test_drafters_and_generations_that_cannot_be_recorded_are_refused():
     target = toy.markov(4, order=2, seed=1)
     plain = generate(target, PROMPT, max_new_tokens=9)
     several = [LookupDrafter(), LookupDrafter()]
-    refused = [([Planned()], "trees"), ([Shifting()], "nested"), (several, "2 drafters"), ([Sampler()], "chooses")]
+    refused = [([Planned()], "trees"), ([Shifting()], "nested"), (several, "2 drafters"), ([Sampler()], "picks tokens")]
     for drafters, named in refused:
         with pytest.raises(InputError, match=named):
             follow(target, drafters, plain, max_new_tokens=9)
