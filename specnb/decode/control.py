@@ -41,7 +41,7 @@ class Controller:
     name = "controller"
     k_max = 0
     reads_drafts = False
-    """Whether `goes_on`, `enough` and `worth_copying` are called.
+    """True if `goes_on`, `enough` and `worth_copying` are called.
 
     The confidence for `goes_on` takes a softmax over the vocabulary per draft token."""
 

@@ -178,7 +178,7 @@ class Router(DrafterBase):
         self.choices: list[tuple[str, int, int]] = []
         """(arm or "", drafted, accepted tokens) of each round of this text that could draft."""
         self.read_cost = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)
-        """Cost of processing one token in a wide forward pass, in single steps."""
+        """Cost of processing one token in a forward pass over several tokens, in single steps."""
         for arm in self.arms:
             arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
             arm.control.seed_rate()

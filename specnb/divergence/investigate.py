@@ -104,7 +104,7 @@ class Investigation:
 
     @property
     def cause_known(self) -> bool:
-        """Whether the evidence is enough to name the likeliest cause alone."""
+        """Return whether the evidence is enough to name the likeliest cause alone."""
         if not self.causes or self.hidden:
             return False
         best, second = (cause.score for cause in self.causes[:2])

@@ -464,7 +464,7 @@ class Coverage(NamedTuple):
 
     @property
     def complete(self) -> bool:
-        """Whether the output was compared, and every module or one that contains it."""
+        """Return whether the output was compared, and every module or one that contains it."""
         return self.output and not self.uncompared
 
     def __str__(self) -> str:

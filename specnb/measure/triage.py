@@ -7,6 +7,7 @@ counts must be large enough: with too few rounds, the verdict is `inconclusive`.
 compared, so the rounds may come from any engine.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
     from specnb.measure.fork import TextFork
     from specnb.measure.pair import PairRun
 
-LOOKUP = ("lookup(", "suffix(", "auto(")
-"""Prefixes of the names of drafters that copy from the text, for which low acceptance is not a fault."""
+COPIES = re.compile(r"(auto\()?((lookup|suffix)\([^()]*\)(, )?)+\)?")
+"""Names of drafters that only copy from the text: for these, low acceptance is not a fault."""
 NEAR_ZERO = 0.05
 """Acceptance rate that compatible drafters exceed: small, quantized or translated draft models have
 0.2 to 0.9."""
@@ -94,7 +95,7 @@ def triage(
     drafted = [g for g in generations if any(r.k for r in g.rounds)]
     if not drafted:
         return Triage("inconclusive")
-    lookup = any(g.drafter.startswith(LOOKUP) for g in drafted)
+    lookup = any(COPIES.fullmatch(g.drafter) for g in drafted)
     alphas = alpha(drafted) or [Share.of(0, 0)]
     tested = Share.of(sum(share.hits for share in alphas), sum(share.n for share in alphas))
     signs = []

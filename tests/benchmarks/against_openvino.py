@@ -23,7 +23,7 @@ import pandas as pd
 
 from specnb import generate, load, load_drafter
 from specnb.decode.generate import prompt_ids
-from specnb.measure.bench import interval, rate, rate_ratio
+from specnb.measure.bench import interval, rate, rate_ratio, rotate
 from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
 CONTENTS, KS = ("code", "edit", "json"), (3, 7)
@@ -59,11 +59,9 @@ def in_turn(methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence
     """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
     for run in methods.values():
         run(prompts[0])
-    names, runs = list(methods), defaultdict(list)
-    for at, ids in enumerate(prompts):
-        turn = at % len(names)
-        for name in names[turn:] + names[:turn]:
-            runs[name].append(methods[name](ids))
+    runs = defaultdict(list)
+    for _, at, name in rotate(list(methods), len(prompts)):
+        runs[name].append(methods[name](prompts[at]))
     return runs
 
 

@@ -95,6 +95,8 @@ def test_few_rounds_are_inconclusive_and_rare_lookup_matches_are_harmless(target
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
     for drafter in (LookupDrafter(), SuffixDrafter(), load_drafter("auto", target).drafter):
         assert not names(as_lookup(planted(target, truth, unrelated), drafter))
+    routed = planted(target, truth, unrelated).model_copy(update={"drafter": "auto(suffix(x4), hydra)"})
+    assert "near zero" in names(routed)
 
 
 def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):

@@ -34,7 +34,7 @@ FLAGS = {
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
     "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
 }
-"""How to set K in each engine; {2} and {3} are files. llama.cpp has the option since May 2026. vLLM
+"""Setting of K in each engine; {2} and {3} are files. llama.cpp has the option since May 2026. vLLM
 takes Hub repositories. transformers reads the number from the draft model only."""
 SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
 
