@@ -23,8 +23,8 @@ from specnb.decode.generate import generate
 from specnb.draft.model import ModelDrafter
 from specnb.io import read_json
 from specnb.lm import toy
-from specnb.measure.bench import interval, rate
 from specnb.measure.cost import NAMED, Cost
+from specnb.measure.intervals import interval, rate
 from specnb.prompts import prompts
 
 FOLDER = Path(__file__).parent
@@ -179,9 +179,9 @@ def derive_quant_gap() -> dict[str, Any]:
     """Return the best K of q4_0 drafting for q8_0, as `tests.benchmarks.quant_gap` timed it in llama.cpp."""
     rows = pd.DataFrame(read_json(BENCHMARKS / "quant_gap.json")["rows"])
     drafted = rows.query("target == 'q8_0' and draft == 'q4_0' and method != 'plain'")
-    best = drafted.sort_values("speedup_same_engine").to_dict("records")[-1]
+    best = drafted.sort_values("speedup").to_dict("records")[-1]
     return {
-        "quant_gap": [best[name] for name in ("speedup_same_engine", "low", "high", "n_prompts")],
+        "quant_gap": [best[name] for name in ("speedup", "low", "high", "n_prompts")],
         "quant_k": int(best["method"].removeprefix("K = ")),
         "quant_c": best["c"],
         "quant_bytes": best["draft_bytes"] / best["target_bytes"],

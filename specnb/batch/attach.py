@@ -40,9 +40,10 @@ from specnb.errors import ServerError, SpecnbError
 from specnb.findings import Finding
 from specnb.io import digest, plain, project_dir, read_json, reading
 from specnb.lm.load import load
-from specnb.measure.bench import FEWEST, Timed, interval, pays, rate_ratio, tabulate_speeds
+from specnb.measure.bench import Timed, tabulate_speeds
 from specnb.measure.cost import Cost
 from specnb.measure.experiment import Experiment, Progress, first_of_each, silent
+from specnb.measure.intervals import FEWEST, interval, pays, rate_ratio
 from specnb.params import ServerParams
 from specnb.prompts import Prompt, digest_prompts, prompts
 from specnb.records import RunRecord

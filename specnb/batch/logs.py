@@ -28,8 +28,8 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field
 
 from specnb.errors import InputError
 from specnb.io import read_text, reading, validated
-from specnb.measure.bench import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.cost import Cost
+from specnb.measure.intervals import FEWEST, Interval, interval, pays, rate_ratio
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
 from specnb.measure.triage import PERFECT, REMEDIES, Share, signs_by_position

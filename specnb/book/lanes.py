@@ -93,10 +93,9 @@ def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
 def _ending(record: RunRecord) -> list[str]:
     """Return the last lines: speed-up with interval, identical texts, fastest plain decoding."""
     row = k_sweep(record).iloc[-1]  # all contents, speculative
-    share = baseline(record).share
     n = row["n_prompts"]
-    ends = f" ({row['low'] / share:.2f} to {row['high'] / share:.2f})" if pd.notna(row["low"]) else ""
+    ends = f" ({row['low']:.2f} to {row['high']:.2f})" if pd.notna(row["low"]) else ""
     texts = [f"{row['identical']} of {n} texts the same to the last token."] if row["temperature"] == 0 else []
-    ratio = f"{row['speedup_same_engine']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
+    ratio = f"{row['speedup']:.2f}{ends} times as fast as plain decoding in the same engine, prompts: {n}"
     marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
-    return [f"{ratio}.", *texts, f"The fastest {baseline(record)}", *marks]
+    return [f"{ratio}.", *texts, str(baseline(record)), *marks]

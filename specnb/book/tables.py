@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import SPEED, TERMS, interval, pays, rate, rate_ratio, speed_table, widen
+from specnb.measure.bench import SPEED, speed_table
 from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.intervals import TERMS, interval, pays, rate, rate_ratio, widen
 from specnb.records import RunRecord
 
 ALL = "all"
@@ -22,7 +23,7 @@ NOTHING = "–"
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
     """Return a table for display: two decimals, dashes for missing values, intervals with values.
 
-    The bounds of an interval are the columns low and high, or live_low and live_high; they are
+    The bounds of an interval are columns such as low and high, or live_low and live_high; they are
     merged into the column before them.
     """
     shown = frame.convert_dtypes().round(2).astype(object).where(frame.notna(), NOTHING)
@@ -38,11 +39,11 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def glance(sweep: pd.DataFrame) -> pd.DataFrame:
-    """Return speed-ups with intervals: one row per temperature and category, one column per K."""
+    """Return speedups over the baseline with intervals: one row per temperature and category, one column per K."""
     rows = compact(sweep[sweep["k"].isin(GLANCE)]).rename(columns={"k": "K"})
     rows = rows.sort_values(["temperature", "K"], kind="stable")
     index = ["temperature", "category"]
-    return rows.pivot_table("speedup", index, "K", aggfunc="first", sort=False).fillna(NOTHING)
+    return rows.pivot_table("over_fastest", index, "K", aggfunc="first", sort=False).fillna(NOTHING)
 
 
 def k_sweep(record: RunRecord) -> pd.DataFrame:
@@ -51,10 +52,11 @@ def k_sweep(record: RunRecord) -> pd.DataFrame:
     K = 0 is plain decoding; the category `all` pools the others. Columns: those of
     `measure.bench.speed_table`, and
 
-    - rate_needed: the acceptance rate from which this K pays
-    - speedup, low, high: decoding speed over the record's `baseline`, without prefill and the first
-      token; the interval is over prompts, NaN for fewer than `bench.FEWEST`
-    - speedup_same_engine: the same over plain decoding in the same engine
+    - rate_needed: the acceptance rate from which this K pays over the baseline if every round
+      drafts K tokens
+    - speedup, low, high: decoding speed over plain decoding in the same engine, without prefill and
+      the first token; the interval is over prompts, NaN for fewer than `intervals.FEWEST`
+    - over_fastest, over_fastest_low, over_fastest_high: the same over the record's `baseline`
     - wall_speedup: including the prefill of target and drafter, over the same engine
     - busy: whether other processes disturbed the run
     """
@@ -128,8 +130,8 @@ def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
     """Return the replay of the drafter that also ran live, in the columns of `k_sweep`.
 
     With `ran_live`, only prompts and K that also ran live. Counts are expected values; intervals
-    are over prompts. The speed-up is predicted from the measured costs; tokens_per_s is the live
-    rate of plain decoding times the speed-up, because a step in a run takes longer than one timed
+    are over prompts. Speedups are predicted from the measured costs; tokens_per_s is the live
+    rate of plain decoding times the speedup, because a step in a run takes longer than one timed
     in a loop. A run with a rule other than `token` has no replay; its live sweep is returned.
     """
     if "replay" not in record.measurements:
@@ -181,30 +183,20 @@ def rates(record: RunRecord) -> pd.DataFrame:
 
 
 def best_range(record: RunRecord) -> pd.DataFrame:
-    """Return the best K per drafter, content and temperature, and the range of equally fast K.
+    """Return the best K > 0 per drafter, content and temperature, and the range of equally fast K.
 
-    K = 0, the fastest plain decoding, is one of the choices. A K is slower if the interval (over
-    prompts) of its time relative to the best K lies above 1. Columns include those of `fastest_k`,
-    and
+    A K is slower if the interval (over prompts) of its time relative to the best K lies above 1.
+    Columns: those of `fastest_k`, over_fastest with its interval, and
 
-    - verdict: `pays` if the speed-up's interval, widened for the choice among many K, lies above 1;
-      `does not pay` if K = 0 is the best and every other K is slower; BUSY if other processes
-      disturbed the run; otherwise `undecided`
+    - verdict: that of `intervals.pays` on over_fastest, whose interval is widened for the choice
+      among many K; BUSY if other processes disturbed the run
     """
     if "replay" not in record.measurements:  # a rule other than token: only the live K
         return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
     rows = _pooled(replay_rows(record)).query("n_decoded > 0")
-    fastest = baseline(record)
-    by = ["drafter", "category", "temperature"]
-    plain = rows.drop_duplicates([*by, "prompt_id"])
-    plain = plain.assign(k=0, seconds=plain["plain_s"] * fastest.share, drafted=0, tau=1.0)
-    frame = fastest_k(pd.concat([rows, plain]), by, record)
-    frame["without_loops"] *= fastest.share
-    frame = fastest.over(frame)
-    never = frame.pop("others_slower") & (frame["k"] == 0)
-    frame["verdict"] = np.where(never, "does not pay", "undecided")
-    frame.loc[(frame["k"] > 0) & (frame["low"] > 1), "verdict"] = "pays"
-    return frame.assign(verdict=BUSY) if busy(record) else frame
+    frame = baseline(record).over(fastest_k(rows, ["drafter", "category", "temperature"], record))
+    verdict = [*map(pays, frame["over_fastest_low"], frame["over_fastest_high"])]
+    return frame.assign(verdict=BUSY if busy(record) else verdict)
 
 
 def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFrame:
@@ -217,8 +209,7 @@ def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFr
     - speedup, low, high: over plain decoding in the same engine; the interval over prompts is
       widened for the choice of K
     - tau, n_prompts
-    - without_loops: the speed-up on prompts whose plain output does not loop
-    - others_slower: whether every other K is slower
+    - without_loops: the speedup on prompts whose plain output does not loop
     """
     loops = {(g.prompt_id, g.temperature) for g in record.generations if not g.k and g.loops}
     groups = [group for _, group in rows.groupby(by, sort=False, observed=True)]
@@ -226,27 +217,25 @@ def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFr
     fastest = [group[group["k"] == k] for group, k in zip(groups, choices["k"], strict=True)]
     choices["without_loops"] = [_speedup_without(loops, of_group) for of_group in fastest]
     speeds = widen(speed_table(pd.concat(fastest), by), max(TERMS)).join(choices)
-    columns = ["k", "range", "longest", "speedup", "low", "high", "tau", "n_prompts", "without_loops", "others_slower"]
+    columns = ["k", "range", "longest", "speedup", "low", "high", "tau", "n_prompts", "without_loops"]
     return speeds[[*by, *columns]]
 
 
 def _choose_k(rows: pd.DataFrame) -> dict[str, Any]:
-    """Return k, range, longest and others_slower of `fastest_k` for the rows of one group."""
+    """Return k, range and longest of `fastest_k` for the rows of one group."""
     seconds = rows.pivot(index="prompt_id", columns="k", values="seconds")
     best = seconds.sum().idxmin()
-    others = [k for k in seconds if k != best]
-    slower = [k for k in others if interval(seconds[[k, best]], rate).low > 1]
-    drafting = [k for k in seconds if k]
-    changes = [k for before, k in pairwise(drafting) if (seconds[k] != seconds[before]).any()]
-    longest = max(changes, default=drafting[0])
+    slower = [k for k in seconds if k != best and interval(seconds[[k, best]], rate).low > 1]
+    changes = [k for before, k in pairwise(seconds) if (seconds[k] != seconds[before]).any()]
+    longest = max(changes, default=min(seconds))
     first = max((k + 1 for k in slower if k < best), default=min(seconds))
     last = min([longest, *(k - 1 for k in slower if k > best)])
     near = str(first) if first == last else f"{first}-{last}"
-    return {"k": best, "range": near, "longest": longest, "others_slower": slower == others}
+    return {"k": best, "range": near, "longest": longest}
 
 
 def _speedup_without(texts: set[tuple[str, float]], rows: pd.DataFrame) -> float:
-    """Return the speed-up of `rows` without `texts`; NaN if none is left."""
+    """Return the speedup of `rows` without `texts`; NaN if none is left."""
     pairs = zip(rows["prompt_id"], rows["temperature"], strict=True)
     left = rows.loc[[text not in texts for text in pairs], SPEED]
     return rate_ratio(left) if len(left) else np.nan
@@ -255,9 +244,9 @@ def _speedup_without(texts: set[tuple[str, float]], rows: pd.DataFrame) -> float
 def best_k(sweep: pd.DataFrame) -> pd.DataFrame:
     """Return the fastest K > 0 per category and temperature (machine, drafter), and a verdict.
 
-    verdict: `pays` if the whole interval is above 1, `does not pay` if it is below, BUSY if the
-    sweep is marked as busy, otherwise `undecided`. K is selected on these prompts. The interval
-    accounts for that; the point estimate is optimistic: confirm it on held-out prompts.
+    verdict: that of `intervals.pays` on the speedup over plain decoding in the same engine; BUSY if
+    the sweep is marked as busy. K is selected on these prompts. The interval accounts for that; the
+    point estimate is optimistic: confirm it on held-out prompts.
     """
     drafting = sweep.query("k > 0")
     by = [name for name in ("machine", "drafter", "category", "temperature") if name in sweep]

@@ -24,11 +24,11 @@ from specnb.decode.control import Controller
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, require_known
 from specnb.io import project_dir
-from specnb.measure.bench import interval, rate
 from specnb.measure.content import detect
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.fork import explain_draft
+from specnb.measure.intervals import interval, rate
 from specnb.measure.machines import known_machines, machines
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.recording import Recording, Trace

@@ -23,9 +23,9 @@ from specnb.draft.translate import TokenIntersection
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
-from specnb.measure.bench import NORMAL, wilson
 from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
+from specnb.measure.intervals import NORMAL, wilson
 from specnb.params import CompatibilityParams
 from specnb.records import Generation, RunRecord, pool_rounds
 

@@ -26,9 +26,10 @@ from specnb.io import file_digest, plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
-from specnb.measure.bench import FEWEST, Timed, interleaved, interval, tabulate_speeds
+from specnb.measure.bench import Timed, interleaved, tabulate_speeds
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
+from specnb.measure.intervals import FEWEST, interval
 from specnb.medusa import data
 from specnb.medusa.accuracy import Reference, count_ranks, marginal
 from specnb.medusa.checkpoint import LoadReport, load_trained_heads

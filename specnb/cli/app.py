@@ -381,8 +381,8 @@ def bench(
     writes a page with the verdict, the best K by content, the flags of other engines, and the
     explorer.
     """
-    from specnb.measure.bench import FEWEST
     from specnb.measure.experiment import ProgressBar
+    from specnb.measure.intervals import FEWEST
     from specnb.measure.machines import bench_target
     from specnb.prompts import categories as all_categories
     from specnb.prompts import prompts as read_prompts

@@ -106,8 +106,8 @@ def results(
 def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool) -> None:
     """Print a log's tokens per round at every K, and the best K for one or the named machines."""
     from specnb.batch.logs import advise, by_position, find_faults, read_log, sweep_log
-    from specnb.measure.bench import FEWEST
     from specnb.measure.cost import NAMED, Cost
+    from specnb.measure.intervals import FEWEST
 
     requests = read_log(log, k)
     machines = {f"T(8)/T(1) = {t8:g}, c = {c:g}": (t8, c)} if t8 else NAMED

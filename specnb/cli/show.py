@@ -165,7 +165,11 @@ def summary_of(result: "PairRun") -> Part:
     summary, generation = result.summary, result.generation
     facts = summary.model_dump(exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"})
     facts |= {"fork": summary.fork, "translation": generation.translation}
-    labels = {"tau": "tau, tokens per target call", "speedup": "speedup over the baseline"}
+    labels = {
+        "tau": "tau, tokens per target call",
+        "speedup": "speedup in this engine",
+        "over_fastest": "speedup over the baseline",
+    }
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
     title, columns, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
     return title, columns, rows + [["note", note] for note in summary.notes]

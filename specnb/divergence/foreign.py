@@ -23,9 +23,9 @@ from specnb.errors import InputError
 from specnb.io import json_lines, validated
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import require_same
-from specnb.measure.bench import NORMAL, wilson
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.fork import ROUNDING, force
+from specnb.measure.intervals import NORMAL, wilson
 
 CONTEXT = 16
 """Number of prompt tokens passed to the tokenizer as the context of an output."""

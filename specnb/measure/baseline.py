@@ -7,8 +7,10 @@ file is therefore a baseline for all forms.
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from math import log
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import BaseModel
 
 from specnb.decode.generate import PromptLike, generate
@@ -16,6 +18,7 @@ from specnb.errors import InputError, MemoryShortError, SpecnbError
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse, weights_bytes, without_wide_type
 from specnb.lm.load import load
+from specnb.measure.intervals import FEWEST, interval, rate_ratio
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,37 +33,46 @@ class Baseline(BaseModel, frozen=True):
     """Plain decoding speed of a target's weights: in the fastest engine, and in the opened one.
 
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
-    not timed. Older records have no baseline: their speedups are over the same engine.
+    not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0 for
+    fewer than FEWEST prompts. Older records have no baseline: their share is 1.
     """
 
     baseline_engine: str | None = None
     baseline_tokens_per_s: float | None = None
     plain_tokens_per_s: float | None = None
+    share_error: float = 0.0
     baseline_note: str | None = None
 
     @property
     def share(self) -> float:
         """Plain decoding speed of the target over that of the baseline, at most 1.
 
-        A speedup over the same engine, multiplied by it, is the speedup over the baseline.
+        A speedup over plain decoding in the target's engine, multiplied by it, is the speedup over
+        the baseline.
         """
         if not self.baseline_engine:
             return 1.0
         return self.plain_tokens_per_s / self.baseline_tokens_per_s
 
     def over(self, table: "pd.DataFrame") -> "pd.DataFrame":
-        """Convert a table of speedups over the same engine to speedups over the baseline.
+        """Add over_fastest, over_fastest_low and over_fastest_high to a table of speedups.
 
-        The column `speedup_same_engine` contains the former. The intervals do not include the
-        uncertainty of `share`.
+        They are the columns speedup, low and high over the baseline. The interval includes the
+        uncertainty of `share`: the half-widths add in squares, on the logarithmic scale.
         """
-        over_baseline = table[["speedup", "low", "high"]] * self.share
-        return table.assign(speedup_same_engine=table["speedup"], **over_baseline)
+        speedup = table["speedup"].astype(float)
+        below, above = (
+            np.exp(np.hypot(np.log(table[end].astype(float) / speedup), self.share_error)) for end in ("low", "high")
+        )
+        over = speedup * self.share
+        return table.assign(over_fastest=over, over_fastest_low=over / below, over_fastest_high=over * above)
 
     def __str__(self) -> str:
-        rates = f"{self.baseline_tokens_per_s:.1f} tokens/s"
-        rates += f", by the target as opened {self.plain_tokens_per_s:.1f}"
-        return f"plain decoding, {self.baseline_engine}: {rates}. {self.baseline_note or ''}"
+        line = f"Fastest plain decoding of these weights: {self.baseline_engine}, "
+        line += f"{self.baseline_tokens_per_s:.1f} tokens/s"
+        if self.share < 1:
+            line += f"; in the engine of the target: {self.plain_tokens_per_s:.1f} tokens/s"
+        return f"{line}. {self.baseline_note or ''}".rstrip()
 
 
 def find_rivals(name: str) -> list[str]:
@@ -113,14 +125,22 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
             for prompt in (prompts[0], *prompts)
         ]
         del rounds[0]  # warm-up
-        rates = []
-        for runs in zip(*rounds, strict=True):
-            rates.append(sum(g.n_decoded for g in runs) / sum(g.decode_s for g in runs))
-        engines = [f"{model.caps.engine} {model.caps.dtype}" for model in models]
-        rate, engine = max(zip(rates, engines, strict=True))
+        counts = np.array([[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds])  # (prompts, models, 2)
+        totals = counts.sum(axis=0)
+        rates = totals[:, 0] / totals[:, 1]
+        fastest = int(rates.argmax())
         return Baseline(
-            baseline_engine=engine,
-            baseline_tokens_per_s=rate,
+            baseline_engine=f"{models[fastest].caps.engine} {models[fastest].caps.dtype}",
+            baseline_tokens_per_s=rates[fastest],
             plain_tokens_per_s=rates[0],
+            share_error=_share_error(counts[:, [0, fastest]]) if fastest else 0.0,
             baseline_note="; ".join(notes) or None,
         )
+
+
+def _share_error(counts: np.ndarray) -> float:
+    """Return `Baseline.share_error` for tokens and seconds of both runs, `(prompts, 2, 2)`."""
+    if len(counts) < FEWEST:
+        return 0.0
+    share = interval(counts.reshape(-1, 4), rate_ratio)
+    return log(share.high / share.value)

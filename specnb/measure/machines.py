@@ -15,9 +15,10 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.machine import Neighbours
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, PairBench, pays, time_pairs
+from specnb.measure.bench import PairBench, time_pairs
 from specnb.measure.cost import NAMED, Cost, CostCurve, plain_rates, verify_curve
 from specnb.measure.experiment import Progress, check_prompts, silent
+from specnb.measure.intervals import FEWEST, pays
 from specnb.measure.pair import share_options
 from specnb.prompts import CATEGORIES, Prompt, prompts
 from specnb.provenance import provenance
@@ -28,13 +29,18 @@ RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
 """Number of tokens of a prefill and of plain decoding, and of timed runs of each."""
 
 
+RATIOS = ("speedup", "low", "high", "over_fastest", "over_fastest_low", "over_fastest_high")
+"""Columns of both ratios in a table, with their intervals."""
+
+
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     """Results of `bench_target` for a drafter on a machine: a file of `data/machines`.
 
     Speeds are in tokens per second. `at8` is T(8)/T(1), `c` the cost of a draft step in plain
-    steps. `best_k` is the fastest of KS on short answers to a prompt of each category, `speedup`
-    its speedup over the baseline with a 95 % interval over prompts, widened for the selection.
-    Older rows have no `baseline_engine`: their speedup is over plain decoding in the same engine.
+    steps. `best_k` is the fastest of KS on short answers to a prompt of each category. `speedup` is
+    over plain decoding in the same engine, `over_fastest` over the baseline; both have 95 %
+    intervals over prompts, widened for the selection. Older rows have no `baseline_engine`: their
+    `over_fastest` is over the same engine.
     """
 
     schema_version: Literal[1] = 1
@@ -53,7 +59,9 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     speedup: PositiveFloat
     low: PositiveFloat
     high: PositiveFloat
-    speedup_same_engine: PositiveFloat | None = None
+    over_fastest: PositiveFloat
+    over_fastest_low: PositiveFloat
+    over_fastest_high: PositiveFloat
     busy: bool
     specnb: str
     measured: date
@@ -69,7 +77,7 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
         """Whether speculation pays; undecided if the machine was busy or 1 is in the interval."""
         if self.busy:
             return "undecided: the machine was busy"
-        verdict = pays(self.low, self.high)
+        verdict = pays(self.over_fastest_low, self.over_fastest_high)
         return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
 
 
@@ -183,7 +191,7 @@ def _machine_row(target: LanguageModel, rates: Sequence[dict[str, Any]], pair: P
         c_across_engines=pair.c_across_engines,
         best_k=int(best["method"].removeprefix("K = ")),
         **pair.baseline.model_dump(),
-        **best[["speedup", "low", "high", "speedup_same_engine"]].astype(float).to_dict(),
+        **best[[*RATIOS]].astype(float).to_dict(),
         busy=bool(pair.verify_curve.busy) or busy,
         specnb=facts["specnb"],
         measured=datetime.now(UTC).date(),

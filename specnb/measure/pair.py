@@ -52,12 +52,13 @@ class PairSummary(Baseline, Summary):
     """The summary of a generation, and its comparison with plain decoding (None without it).
 
     `estimated_speedup` is computed from single steps during or after the run.
-    `speedup_same_engine` compares one run each (use a sweep for an interval); `speedup` is over the
-    fastest plain decoding of the same weights. `fork` is set if greedy tokens differ.
+    `speedup` is over plain decoding in the same engine, one run each (use a sweep for an interval);
+    `over_fastest` is over the fastest plain decoding of the same weights. `fork` is set if greedy
+    tokens differ.
     """
 
     speedup: float | None = None
-    speedup_same_engine: float | None = None
+    over_fastest: float | None = None
     identical: bool | None = None  # tokens equal the baseline's
     fork: TextFork | None = None
     busy: bool | None = None  # other processes disturbed the run and its speeds
@@ -80,10 +81,10 @@ class PairRun(BaseModel, frozen=True):
         """The speedup in one sentence, over the baseline if that was measured; "" if unknown."""
         summary = self.summary
         drafted = self.generation.total_draft_tokens
-        if not (speed := summary.speedup or summary.estimated_speedup):
+        if not (speed := summary.over_fastest or summary.estimated_speedup):
             return ""
         over = "plain decoding in the same engine, estimated from single steps"
-        if summary.speedup:
+        if summary.over_fastest:
             over = f"the fastest plain decoding ({summary.baseline_engine}), measured on this text"
         accepted = ""
         if drafted:
@@ -226,7 +227,7 @@ def _compare(target: LanguageModel, baseline: Generation, generation: Generation
     if speed and plain:
         fastest = time_baseline(target, [generation.prompt_ids] * 2)
         fields |= fastest.model_dump()
-        fields |= {"speedup": speed / plain * fastest.share, "speedup_same_engine": speed / plain}
+        fields |= {"speedup": speed / plain, "over_fastest": speed / plain * fastest.share}
     return fields
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specnb.findings import Finding
 from specnb.io import read_toml
-from specnb.measure.bench import NORMAL, wilson
+from specnb.measure.intervals import NORMAL, wilson
 from specnb.records import Generation, Round, RunRecord
 
 if TYPE_CHECKING:

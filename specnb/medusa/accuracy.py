@@ -25,8 +25,8 @@ from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
-from specnb.measure.bench import FEWEST, Interval, student_t, wilson
 from specnb.measure.experiment import Progress, silent
+from specnb.measure.intervals import FEWEST, Interval, student_t, wilson
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
 from specnb.medusa.nets import MOST_HEADS, Heads, backbone_of

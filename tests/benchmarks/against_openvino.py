@@ -23,7 +23,8 @@ import pandas as pd
 
 from specnb import generate, load, load_drafter
 from specnb.decode.generate import prompt_ids
-from specnb.measure.bench import interval, rate, rate_ratio, rotate
+from specnb.measure.bench import rotate
+from specnb.measure.intervals import interval, rate, rate_ratio
 from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
 CONTENTS, KS = ("code", "edit", "json"), (3, 7)

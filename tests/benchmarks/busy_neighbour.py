@@ -15,7 +15,7 @@ import time
 from specnb import generate, load
 from specnb.lm.base import LanguageModel
 from specnb.machine import LOOK_S, Neighbours
-from specnb.measure.bench import interval, rate_ratio
+from specnb.measure.intervals import interval, rate_ratio
 from specnb.prompts import prompts
 from tests.benchmarks.record import arguments, write_record
 

@@ -21,8 +21,9 @@ import pandas as pd
 
 from specnb import generate, load, load_drafter
 from specnb.draft.base import Drafter
-from specnb.measure.bench import Method, Timed, interleaved, interval, rate, rate_ratio
+from specnb.measure.bench import Method, Timed, interleaved
 from specnb.measure.cost import verify_costs
+from specnb.measure.intervals import interval, rate, rate_ratio
 from specnb.prompts import CATEGORIES
 from specnb.records import pool_rounds
 from tests.benchmarks.record import add_rows, arguments, chosen_prompts

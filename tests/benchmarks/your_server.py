@@ -23,9 +23,9 @@ from specnb.batch import attach as servers
 from specnb.batch.logs import sweep_log
 from specnb.io import plain, write_atomic
 from specnb.lm.files import parse, prepare
-from specnb.measure.bench import interval, rate, rate_ratio
 from specnb.measure.cost import Cost
 from specnb.measure.experiment import ProgressBar, first_of_each
+from specnb.measure.intervals import interval, rate, rate_ratio
 from specnb.params import ServerParams
 from specnb.prompts import prompts
 

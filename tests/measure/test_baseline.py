@@ -1,6 +1,7 @@
 """The baseline of speedups: other names of the same weights, timed interleaved with the target."""
 
 from dataclasses import replace
+from math import log
 from unittest.mock import Mock
 
 import pandas as pd
@@ -12,7 +13,7 @@ from specnb.errors import LoadError
 from specnb.lm.files import weights_origin
 from specnb.lm.hf import int4
 from specnb.measure import baseline
-from specnb.measure.baseline import find_rivals, time_baseline
+from specnb.measure.baseline import Baseline, find_rivals, time_baseline
 from tests.measure.test_cost import timed_model
 
 INT4 = "smollm2-135m?backend=hf&dtype=int4"
@@ -91,8 +92,16 @@ def test_the_faster_model_is_the_baseline_and_the_rival_is_closed(timed, rival_s
     target.close.assert_not_called()
     assert (found.baseline_engine, found.share, found.baseline_note) == (engine, pytest.approx(share), None)
     assert found.plain_tokens_per_s == pytest.approx(1.0)
-    over = found.over(pd.DataFrame([{"speedup": 2.0, "low": 1.0, "high": 4.0}])).iloc[0]
-    assert over.tolist() == pytest.approx([2 * share, share, 4 * share, 2.0])
+    speeds = pd.DataFrame([{"speedup": 2.0, "low": 1.0, "high": 4.0}])
+    assert found.over(speeds).iloc[0].tolist() == pytest.approx([2.0, 1.0, 4.0, 2 * share, share, 4 * share])
+
+
+def test_the_interval_over_the_baseline_includes_the_baselines_own():
+    noisy = Baseline(baseline_engine="x", baseline_tokens_per_s=2.0, plain_tokens_per_s=1.0, share_error=log(2))
+    exact = pd.DataFrame([{"speedup": 2.0, "low": 2.0, "high": 2.0}])
+    assert noisy.over(exact).iloc[0, -3:].tolist() == pytest.approx([1.0, 0.5, 2.0])
+    wide = noisy.over(exact.assign(low=1.0, high=4.0)).iloc[0, -3:]
+    assert wide.tolist() == pytest.approx([1.0, 2 ** -(2**0.5), 2**2**0.5])
 
 
 def test_a_rival_that_cannot_be_opened_is_reported_with_the_reason(timed, monkeypatch):

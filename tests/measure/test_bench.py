@@ -8,8 +8,9 @@ import pytest
 
 from specnb.measure import bench
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import FEWEST, TERMS, compare, interleaved, interval, rate_ratio, student_t, widen
+from specnb.measure.bench import compare, interleaved
 from specnb.measure.cost import CostCurve
+from specnb.measure.intervals import FEWEST, TERMS, interval, rate_ratio, student_t, widen
 
 
 class Clock:
@@ -81,13 +82,14 @@ def test_a_conclusion_begins_with_advice_and_has_no_break_even_if_the_machine_wa
 ):
     rows = [("plain", 1.0, nan, nan), ("K = 1", speedup, 0.6, needed), ("auto", 1.0, 0.5, nan)]
     table = pd.DataFrame(rows, columns=["method", "speedup", "acceptance_rate", "rate_needed"])
-    table = table.assign(low=table["speedup"] * 0.9, high=table["speedup"] * 1.1, n_prompts=6)
+    table = Baseline().over(table.assign(low=table["speedup"] * 0.9, high=table["speedup"] * 1.1, n_prompts=6))
     curve = CostCurve(model="m", context=8, widths=(1, 2), samples_s=((1.0,), (1.1,)), busy=busy)
     timed = bench.PairBench("t", "d", curve, 1.2, False, Baseline(), table)
     assert timed.conclusion.startswith(first) and timed.leave_off == (speedup <= 1)
     assert present in timed.conclusion and absent not in timed.conclusion and f"{speedup:.2f}" in timed.conclusion
     assert "0.00" not in timed._replace(c=0.0).conclusion  # the cost of drafts is not the reason
-    assert "undecided" in bench.PairBench(*timed[:-1], table.assign(n_prompts=3, low=nan, high=nan)).conclusion
+    few = Baseline().over(table.assign(n_prompts=3, low=nan, high=nan))
+    assert "undecided" in bench.PairBench(*timed[:-1], few).conclusion
 
 
 def prompts_at_random(rng, n, spread, length, tail):

@@ -56,10 +56,10 @@ def test_a_target_is_measured_with_its_drafters_and_undecided_if_the_interval_co
     assert [rate["test"] for rate in result.rates] == ["prefill", "generation"] and len(result.pairs) == 2
     (row, _) = result.rows
     assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
-    assert row.baseline_engine == "torch float32" and row.speedup_same_engine == row.speedup and row.share == 1
+    assert row.baseline_engine == "torch float32" and row.over_fastest == row.speedup and row.share == 1
     ends = {(1.1, 2.0, False): "pays", (0.5, 0.9, False): "does not pay", (0.9, 1.1, False): "undecided"}
     for (low, high, busy), verdict in ends.items():
-        of = row.model_copy(update={"low": low, "high": high, "busy": busy})
+        of = row.model_copy(update={"over_fastest_low": low, "over_fastest_high": high, "busy": busy})
         assert of.verdict == verdict
         older = of.model_copy(update={"baseline_engine": None}).verdict  # other engines were not timed
         assert older == verdict.replace("pays", "pays over the same engine")

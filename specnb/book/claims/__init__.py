@@ -17,7 +17,7 @@ from jinja2 import Environment, StrictUndefined
 
 from specnb.book.claims import report
 from specnb.io import project_dir, read_json, read_toml
-from specnb.measure.bench import FEWEST, NORMAL, interval, rate, wilson
+from specnb.measure.intervals import FEWEST, NORMAL, interval, rate, wilson
 from specnb.records import RunRecord
 from specnb.store import figures_dir, save, save_beside_figures
 

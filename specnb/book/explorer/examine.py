@@ -21,6 +21,7 @@ from specnb.errors import InputError
 from specnb.lm.files import local_file, parse
 from specnb.measure.bench import time_pairs
 from specnb.measure.experiment import Progress, silent
+from specnb.measure.machines import RATIOS
 from specnb.params import ExplorerParams
 from specnb.prompts import categories
 from specnb.records import RunRecord
@@ -36,7 +37,7 @@ FLAGS = {
 }
 """Setting of K in each engine; {2} and {3} are files. llama.cpp has the option since May 2026. vLLM
 takes Hub repositories. transformers reads the number from the draft model only."""
-SHOWN = ["category", "temperature", "k", "speedup", "low", "high", "acceptance_rate", "tau"]
+SHOWN = ["category", "temperature", "k", *RATIOS, "acceptance_rate", "tau"]
 
 
 class PairReport(NamedTuple):

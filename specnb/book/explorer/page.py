@@ -18,8 +18,8 @@ from specnb.book.style import readable
 from specnb.book.tables import baseline
 from specnb.book.tokens import FATES, shown_text
 from specnb.io import plain, write_atomic
-from specnb.measure.bench import FEWEST
 from specnb.measure.cost import NAMED
+from specnb.measure.intervals import FEWEST
 from specnb.measure.machines import machine_rows
 from specnb.measure.policies import AUTO, FIXED, POLICIES
 from specnb.measure.recording import Recording

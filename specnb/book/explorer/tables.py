@@ -17,8 +17,8 @@ from specnb.book.tables import check_table
 from specnb.decode.control import Controller
 from specnb.errors import InputError
 from specnb.io import project_dir
-from specnb.measure.bench import FEWEST, ends
 from specnb.measure.cost import NAMED, Cost, CostCurve
+from specnb.measure.intervals import FEWEST, ends
 from specnb.measure.machines import machines
 from specnb.measure.policies import AUTO, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace

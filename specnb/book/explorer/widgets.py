@@ -23,9 +23,9 @@ from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
 from specnb.io import plain
-from specnb.measure.bench import interval, rate_ratio
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress
+from specnb.measure.intervals import interval, rate_ratio
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
