@@ -116,7 +116,7 @@ class NotebookParams(Params):
 
     >>> budgets = ("quick", "normal", "full")
     >>> [KSweepParams.checked(budget=budget).prompts_per_category for budget in budgets]
-    [1, 5, 12]
+    [1, 8, 14]
     """
 
     sizes: ClassVar[dict[str, Any]] = {}
@@ -184,25 +184,25 @@ class KSweepParams(NotebookParams):
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")
-    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
+    dtype: str = Field(default="auto", pattern="^(auto|int4|float32|bfloat16|float16|)$")
     drafter: str = "lookup"
     """Drafter that runs live and is replayed: a name in `registry.DRAFTERS`, or a draft model."""
-    replayed: list[str] = ["self", "medusa"]
+    replayed: list[str] = ["hydra", "medusa"]
     """More drafters, replayed only; those that do not fit the target are skipped."""
     k_max: Width = 24
-    ks: NonEmpty[DraftLength] = sized([4], [4, 12])
+    ks: NonEmpty[DraftLength] = sized([3], [3, 7])
     """Draft lengths that run live."""
     temperatures: NonEmpty[Temperature] = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = sized(1, 5, 12)
-    pack_prompts: CountOrZero = sized(0, 30, 60)
+    prompts_per_category: Count = sized(1, 8, 14)
+    pack_prompts: CountOrZero = sized(0, 15, 60)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 128, 256)
-    conversations: CountOrZero = sized(1, 3, 6)
+    conversations: CountOrZero = sized(1, 8, 14)
     """Number of multi-turn conversations."""
-    contexts: list[Tokens] = sized([256], [256, 2048, 8000])
+    contexts: list[Tokens] = sized([256], [256, 2048])
     """Context lengths (tokens) at which forward passes for several sequences are timed."""
     rule: Literal["token", "block", "typical"] = "token"
     """Verification rule above temperature 0; `typical` is lossy."""
@@ -322,7 +322,7 @@ class LeagueParams(NotebookParams):
 
     target: str = "smollm2-135m"
     backend: Literal["hf", "llama"] = "hf"
-    dtype: str = Field(default="auto", pattern="^(auto|float32|bfloat16|float16|)$")
+    dtype: str = Field(default="auto", pattern="^(auto|int4|float32|bfloat16|float16|)$")
     drafters: NonEmpty[str] = sized(["auto", "suffix", "jump"], [*DRAFTERS])
     """Drafters and draft models; those that do not fit the target are skipped."""
     prompts: str = ""

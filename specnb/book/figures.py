@@ -6,37 +6,47 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import dress, error_bars, looks, series, template
+from specnb.book.style import STYLE, dress, error_bars, looks, series, template
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
+PANELS = 4
+"""Largest number of panels in a row."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
 def speedup_over_k(
-    sweep: pd.DataFrame, *, title: str, panel: str = "temperature", marks: Mapping[str, pd.DataFrame] = {}
+    sweep: pd.DataFrame,
+    *,
+    title: str,
+    panel: str = "temperature",
+    line: str = "category",
+    marks: Mapping[str, pd.DataFrame] = {},
+    fastest: float = 1.0,
 ) -> go.Figure:
-    """Draw the speed-up over draft length K: one panel per value of `panel`, one line per category.
+    """Draw the speedup over draft length K: one panel per value of `panel`, one line per `line`.
 
     `sweep` is `tables.k_sweep` or `tables.replayed`; error bars are its intervals, omitted for more
     than MANY values of K. `marks` are up to two more such tables by name, drawn as filled markers
-    with intervals and as open markers. K = 0, the baseline, is the line at 1.
+    with intervals and as open markers. K = 0, plain decoding in the same engine, is the line at 1;
+    `fastest`, the speedup of the fastest plain decoding in any engine, is dashed if above 1.
     """
     ks = sorted({*sweep["k"]} - {0})
     few = len(ks) <= MANY
-    drawn = _drafting(sweep, DODGE if few else 0)
-    names = drawn["category"]  # the same in every panel
+    drawn = _drafting(sweep, line, DODGE if few else 0)
+    names = drawn[line]  # the same in every panel
     axes = {
         "x": "at",
         "y": "speedup",
         "facet_col": panel,
+        "facet_col_wrap": PANELS,
         "hover_data": {"at": False, "k": True, "tokens_per_s": True, "accepted": True, "drafted": True},
     }
-    figure = px.line(drawn, **axes, **looks("category", names), **(error_bars(drawn) if few else {}))
+    figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
     figure.update_traces(mode="lines+markers" if few else "lines")
     for (name, table), shape in zip(marks.items(), ("", "-open"), strict=False):
-        rows = _drafting(table, DODGE)
-        look = looks("category", names, by=["symbol"]) | ({} if shape else error_bars(rows))
+        rows = _drafting(table, line, DODGE)
+        look = looks(line, names, by=["symbol"]) | ({} if shape else error_bars(rows))
         for mark in px.scatter(rows, **axes, **look).data:
             figure.add_trace(mark.update(marker_symbol=mark.marker.symbol + shape, showlegend=False))
         figure.add_scatter(
@@ -48,9 +58,13 @@ def speedup_over_k(
             marker_symbol=f"circle{shape}",
         )
     for note in figure.layout.annotations:
-        note.text = note.text.removeprefix("drafter=").replace("temperature=0.0", "greedy").replace("=", " ")
+        name, _, value = note.text.partition("=")
+        note.text = value if name != "temperature" else f"temperature {value}" if float(value) else "greedy"
+    if fastest > 1:
+        figure.add_hline(fastest, line=STYLE["line"])
+        figure.add_scatter(x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"])
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
-    figure.update_yaxes(title_text="decoding speed-up (plain = 1)", col=1)
+    figure.update_yaxes(title_text="speedup (plain = 1)", col=1)
     if "lossless" in drawn and not drawn["lossless"].all():
         title += " (lossy: not the target's distribution)"
     return dress(figure, "speedup_over_k", title_text=title + _busy_note(sweep))
@@ -70,10 +84,10 @@ def draw_turns(table: pd.DataFrame) -> go.Figure:
     return dress(figure, "turns")
 
 
-def _drafting(table: pd.DataFrame, dodge: float) -> pd.DataFrame:
+def _drafting(table: pd.DataFrame, line: str, dodge: float) -> pd.DataFrame:
     """Return the rows with K > 0 by temperature and K; `at` is their position on the K axis."""
     rows = table.query("k > 0").sort_values(["temperature", "k"], kind="stable")
-    place, names = pd.factorize(rows["category"])
+    place, names = pd.factorize(rows[line])
     return rows.assign(at=rows["k"] + dodge * (place - (len(names) - 1) / 2))
 
 

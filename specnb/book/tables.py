@@ -1,5 +1,6 @@
 """Turn records into tidy tables: each function takes records or frames and returns a DataFrame."""
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -8,15 +9,13 @@ import pandas as pd
 
 from specnb.measure.baseline import Baseline
 from specnb.measure.bench import SPEED, speed_table
-from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.cost import CostCurve
 from specnb.measure.intervals import TERMS, interval, pays, rate, rate_ratio, widen
 from specnb.records import RunRecord
 
 ALL = "all"
 BUSY = "the machine was busy"
 """The verdict on times measured while other processes used some of the cores."""
-GLANCE = (1, 2, 4, 8, 12, 24)
-"""Values of K in the short table of a sweep."""
 NOTHING = "–"
 
 
@@ -38,22 +37,12 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
     return shown
 
 
-def glance(sweep: pd.DataFrame) -> pd.DataFrame:
-    """Return speedups over the baseline with intervals: one row per temperature and category, one column per K."""
-    rows = compact(sweep[sweep["k"].isin(GLANCE)]).rename(columns={"k": "K"})
-    rows = rows.sort_values(["temperature", "K"], kind="stable")
-    index = ["temperature", "category"]
-    return rows.pivot_table("over_fastest", index, "K", aggfunc="first", sort=False).fillna(NOTHING)
-
-
 def k_sweep(record: RunRecord) -> pd.DataFrame:
     """Return the live runs of a sweep: one row per category, temperature and K.
 
     K = 0 is plain decoding; the category `all` pools the others. Columns: those of
     `measure.bench.speed_table`, and
 
-    - rate_needed: the acceptance rate from which this K pays over the baseline if every round
-      drafts K tokens
     - speedup, low, high: decoding speed over plain decoding in the same engine, without prefill and
       the first token; the interval is over prompts, NaN for fewer than `intervals.FEWEST`
     - over_fastest, over_fastest_low, over_fastest_high: the same over the record's `baseline`
@@ -94,15 +83,11 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([rows, rows.assign(category=ALL)]).astype({"category": order})
 
 
-def _over_baseline(rows: pd.DataFrame, record: RunRecord) -> pd.DataFrame:
-    """Return the `speed_table` of `rows` by category, temperature and K, over the baseline."""
-    by = ["category", "temperature", "k"]
-    frame = speed_table(_pooled(rows).sort_values(by), by).assign(busy=busy(record))
-    if curve := record.measurements.get("verify_curve"):
-        cost = Cost(CostCurve.model_validate(curve), record.measurements["c"])
-        needed = [cost.rate_needed(k, baseline(record).share) if k else None for k in frame["k"]]
-        frame.insert(frame.columns.get_loc("acceptance_rate") + 1, "rate_needed", needed)
-    return baseline(record).over(frame)
+def _over_baseline(rows: pd.DataFrame, record: RunRecord, by: Sequence[str] = ()) -> pd.DataFrame:
+    """Return the `speed_table` of `rows` by `by`, category, temperature and K, over the baseline."""
+    by = [*by, "category", "temperature", "k"]
+    frame = speed_table(_pooled(rows).sort_values(by), by)
+    return baseline(record).over(frame.assign(busy=busy(record)))
 
 
 def baseline(record: RunRecord) -> Baseline:
@@ -126,25 +111,28 @@ def replay_rows(record: RunRecord, *, live: bool = False) -> pd.DataFrame:
     return rows[rows["drafter"] == rows["drafter"][0]] if live else rows
 
 
-def replayed(record: RunRecord, *, ran_live: bool = False) -> pd.DataFrame:
-    """Return the replay of the drafter that also ran live, in the columns of `k_sweep`.
+def replayed(record: RunRecord) -> pd.DataFrame:
+    """Return the replay of every drafter: the columns of `k_sweep`, and `drafter`.
 
-    With `ran_live`, only prompts and K that also ran live. Counts are expected values; intervals
-    are over prompts. Speedups are predicted from the measured costs; tokens_per_s is the live
-    rate of plain decoding times the speedup, because a step in a run takes longer than one timed
-    in a loop. A run with a rule other than `token` has no replay; its live sweep is returned.
+    Counts are expected values; intervals are over prompts. Speedups are predicted from the measured
+    costs; tokens_per_s is the live rate of plain decoding times the speedup, because a step in a
+    run takes longer than one timed in a loop. A run with a rule other than `token` has no replay;
+    its live sweep is returned.
     """
     if "replay" not in record.measurements:
-        return k_sweep(record)
-    rows = replay_rows(record, live=True)
-    if ran_live:
-        rows = rows.merge(live_rows(record).query("k > 0")[["prompt_id", "temperature", "k"]])
-    return _over_baseline(rows, record)
+        return k_sweep(record).assign(drafter=record.params["drafter"])
+    return _over_baseline(replay_rows(record), record, ["drafter"])
+
+
+def replay_of_live(record: RunRecord) -> pd.DataFrame:
+    """Return the replay of the prompts and K that also ran live, in the columns of `k_sweep`."""
+    ran = live_rows(record).query("k > 0")[["prompt_id", "temperature", "k"]]
+    return _over_baseline(replay_rows(record, live=True).merge(ran), record)
 
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Compare live runs with their replay: tau and speed by temperature and K, over all prompts."""
-    tables = k_sweep(record), replayed(record, ran_live=True)
+    tables = k_sweep(record), replay_of_live(record)
     pooled = [table.query("category == @ALL and k > 0") for table in tables]
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
     both["tau_ratio"] = both["tau_replayed"] / both["tau"]
@@ -152,12 +140,6 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
     return both[
         ["temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
     ]
-
-
-def sweep_time(record: RunRecord) -> pd.DataFrame:
-    """Return the seconds of the replayed sweep and of the same grid run live, and their ratio."""
-    times = pd.DataFrame([record.measurements["replay"]], columns=["replay_s", "live_s"])
-    return times.assign(times_less=times["live_s"] / times["replay_s"])
 
 
 def turns(record: RunRecord) -> pd.DataFrame:
@@ -175,11 +157,6 @@ def turns(record: RunRecord) -> pd.DataFrame:
         rows.append((turn, len(group), tokens, sums["drafted"], sums["accepted"], *np.clip(share, 0, 1), tau))
     columns = ["turn", "conversations", "prompt_tokens", "drafted", "accepted", "acceptance_rate", "low", "high", "tau"]
     return pd.DataFrame(rows, columns=columns)
-
-
-def rates(record: RunRecord) -> pd.DataFrame:
-    """Return tokens per second of prefill and plain decoding: mean and std, as in llama-bench."""
-    return pd.DataFrame(record.measurements["plain_rates"]).drop(columns="samples")
 
 
 def best_range(record: RunRecord) -> pd.DataFrame:
@@ -273,8 +250,7 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
     """Return the cost of verifying four draft tokens, by context length and sequences per pass.
 
     Columns: context, sequences, plain_ms (one token per sequence), ratio (five tokens per sequence
-    over one), rate_needed (the acceptance rate from which four free draft tokens pay; above 1:
-    never). Several sequences are simulated by more tokens of one sequence: the weights and matrix
+    over one). Several sequences are simulated by more tokens of one sequence: the weights and matrix
     products are the same, but there is only one KV cache.
     """
     rows = []
@@ -282,23 +258,8 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
         for n in curve.widths:
             if 5 * n in curve.widths:
                 ratio = curve.seconds(5 * n) / curve.seconds(n)
-                rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio, (ratio - 1) / 4))
-    return pd.DataFrame(rows, columns=["context", "sequences", "plain_ms", "ratio", "rate_needed"])
-
-
-def time_split(record: RunRecord) -> pd.DataFrame:
-    """Return the shares of decoding time by K: draft, verify, rewind, other, and overhead.
-
-    Overhead is the share outside of forward passes.
-    """
-    parts = ["draft", "verify", "rewind", "forward"]
-    rows = [
-        (g.k, g.decode_s, *(sum(getattr(r, f"{p}_s") for r in g.rounds) for p in parts)) for g in record.generations
-    ]
-    sums = pd.DataFrame(rows, columns=["k", "decode_s", *parts]).groupby("k").sum()
-    shares = sums[parts].div(sums["decode_s"], axis=0)
-    overhead = 1 - shares.pop("forward")
-    return shares.assign(other=1 - shares.sum(axis=1), overhead=overhead).reset_index()
+                rows.append((curve.context, n, 1e3 * curve.seconds(n), ratio))
+    return pd.DataFrame(rows, columns=["context", "sequences", "plain_ms", "ratio"])
 
 
 def checks(record: RunRecord) -> pd.DataFrame:

@@ -1,11 +1,10 @@
 """The K sweep of notebook 01: replay every K of every drafter, run some K live."""
 
 from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
 from specnb.decode.generate import prompt_ids
-from specnb.measure.cost import plain_rates, verify_curve
+from specnb.measure.cost import verify_curve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.follow import follow
 from specnb.measure.fork import fork_of
@@ -19,11 +18,6 @@ from specnb.records import RunRecord
 EXPERIMENT = "01_k_sweep"
 SIDE_BY_SIDE = (1, 2, 4, 5, 8, 10, 20, 40)
 """Widths of passes over 1, 2, 4 and 8 sequences, with one or five tokens per sequence."""
-RATES = {
-    "quick": {"n_prompt": 128, "n_gen": 16, "repeats": 1},
-    "normal": {"repeats": 3},
-    "full": {"repeats": 5},
-}
 
 
 def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
@@ -47,7 +41,6 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         # 3. Generate plainly.
         samplings = [(temperature, 1.0) for temperature in params.temperatures]
         study.generate_plainly(study.chosen, samplings, progress)
-        n_texts = len(study.generations)
         if replays:
             # 4. Follow the drafters along the texts.
             study.follow_drafters(k_max, progress)
@@ -61,23 +54,20 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
         study.run_live(lambda _temperature: methods, live, samplings, progress)
         study.measured["forks"] = list(_forks(study))
         if replays:
-            live_s = fmean(g.wall_s for g in study.generations if g.k)
-            times = {"replay_s": study.replay_s[drafter.name], "live_s": live_s * n_texts * params.k_max}
-            study.measured["replay"] = {"rows": rows} | times
+            study.measured["replay"] = {"rows": rows}
         if recordings is not None:
             recordings += study.recordings
         return study.record()
 
 
 def _more_costs(study: Sweep) -> dict[str, Any]:
-    """Return c of the live drafter, T(n) for several sequences at each context, and plain rates."""
+    """Return c of the live drafter, and T(n) for several sequences at each context."""
     target = study.target
     contexts = [n for n in study.params.contexts if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx]
     curves = [verify_curve(target, widths=SIDE_BY_SIDE, context=n, repeats=3) for n in contexts]
     return {
         "c": study.costs[study.drafters[0].name].c,
         "contexts": [curve.model_dump(mode="json") for curve in curves],
-        "plain_rates": plain_rates(target, **RATES[study.params.budget]),
     }
 
 

@@ -10,12 +10,13 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import dots, dress, readable, series
+from specnb.book.style import STYLE, dots, dress, error_bars, readable, series
 from specnb.book.tables import baseline, compact, fastest_k, live_rows, replay_rows
 from specnb.io import read_json
 from specnb.measure.bench import speed_table
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent
+from specnb.measure.machines import RATIOS
 from specnb.measure.recording import Recording
 from specnb.measure.replay import fixed_k
 from specnb.measure.sweep import Sweep
@@ -32,7 +33,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
     Measurements: `left_out` gives the reason for each drafter that does not fit the target, `names`
     maps drafters to their names in the parameters, `replay` has a row for each drafter, text and K,
-    `alphas` the tested and accepted draft tokens by position, and `best` the K of the live runs.
+    `alphas` the tested and accepted draft tokens by position, `best` the K of the live runs, and
+    `live_prompts` their prompts.
     """
     with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
         # 1. Open the models.
@@ -47,12 +49,14 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         study.follow_drafters(params.k_max, progress)
         # 5. Replay every K, and choose the best one.
         rows = study.replay_every_k(range(1, params.k_max + 1))
+        live = first_of_each(study.chosen, params.live_prompts)
         seconds = pd.DataFrame(rows).pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
         best = seconds.idxmin(axis=1).rename("k").loc[:, list(study.costs)]
         study.measured |= {
             "replay": {"rows": rows},
             "alphas": [_alphas(recording) for recording in study.recordings],
             "best": best.reset_index().to_dict("records"),
+            "live_prompts": [prompt.id for prompt in live],
         }
 
         # 6. Run every drafter live at its best K, and the routers.
@@ -60,7 +64,7 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
             at_best = {d.name: {"drafter": d, "k": int(best[temperature, d.name])} for d in study.drafters}
             return at_best | {router.name: {"drafter": router} for router in study.routers}
 
-        study.run_live(methods, first_of_each(study.chosen, params.live_prompts), samplings, progress)
+        study.run_live(methods, live, samplings, progress)
         return study.record()
 
 
@@ -72,43 +76,48 @@ def _alphas(recording: Recording) -> dict[str, Any]:
 
 # --- Tables and figures of notebook 07: drafters by content, live and replayed, and where a draft pays ---
 
-SHOWN = (1, 2, 4)
-"""Positions whose acceptance rate the tables show."""
 
-
-def rank_drafters(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """Return one row per drafter, fastest first, on all contents or on one `category`.
+def rank_drafters(record: RunRecord, temperature: float) -> pd.DataFrame:
+    """Return one row per drafter, the fastest live one first.
 
     Columns:
 
-    - c; alpha_1, alpha_2, alpha_4 (share of the draft tokens tested at this position that were
-      accepted); tested (draft tokens tested at position 1)
-    - best_k and its range; tau
-    - predicted, low, high: speed-up at that K over plain decoding in the same engine, with an
-      interval over prompts; without_loops: the same, excluding answers that loop
-    - live, live_low, live_high; prompts; identical: number of texts equal to plain decoding
-    - over_fastest: live over the record's baseline
+    - speedup, low, high: live, over plain decoding in the same engine; the interval is over prompts
+    - over_fastest, over_fastest_low, over_fastest_high: the same over the record's baseline
+    - predicted, predicted_low, predicted_high: `speedup` by replay of the prompts that also ran live
+    - best_k: the fastest K in the replay of all prompts, and the range of equally fast ones
+    - tau, of the replay
+    - c; alpha_1: the acceptance rate of a round's first draft token
+    - prompts: number of live prompts; identical: number of live texts equal to plain decoding
+
+    A published record has no generations, so no live columns.
     """
-    wanted = "temperature == @temperature" + " and category == @category" * bool(category)
-    rows = replay_rows(record).query(f"n_decoded > 0 and {wanted}")
-    speeds = fastest_k(rows, ["drafter"], record).set_index("drafter")
-    counts = pd.DataFrame(record.measurements["alphas"]).query(wanted).set_index("drafter")
-    tested, kept = (
-        pd.DataFrame(counts[name].tolist(), counts.index).groupby("drafter").sum() for name in ("tested", "kept")
-    )
-    alphas = (kept / tested).reindex(columns=[n - 1 for n in SHOWN])  # none for a router
-    frame = alphas.set_axis([f"alpha_{n}" for n in SHOWN], axis=1).assign(tested=tested[0])
-    frame.insert(0, "c", pd.Series(record.measurements["cs"]))
-    columns = ["k", "range", "tau", "speedup", "low", "high", "without_loops"]
-    speeds = speeds[columns].rename(columns={"k": "best_k", "speedup": "predicted"})
-    frame = frame.join([speeds, live_speeds(record, temperature, category)], how="outer")
-    frame = frame.assign(over_fastest=frame["live"] * baseline(record).share).rename(index=record.measurements["names"])
-    return frame.sort_values("predicted", ascending=False)
+    rows = replay_rows(record).query("n_decoded > 0 and temperature == @temperature")
+    best = fastest_k(rows, ["drafter"], record).set_index("drafter")[["k", "range", "tau"]]
+    at_best = rows[rows["k"] == rows["drafter"].map(best["k"])]
+    ran_live = at_best[at_best["prompt_id"].isin(record.measurements["live_prompts"])]
+    predicted = speed_table(ran_live, ["drafter"]).set_index("drafter")[["speedup", "low", "high"]]
+    predicted.columns = ["predicted", "predicted_low", "predicted_high"]
+    live = baseline(record).over(live_speeds(record, temperature))
+    frame = live[[*RATIOS]].join([predicted, best.rename(columns={"k": "best_k"})], how="outer")
+    frame["c"] = pd.Series(record.measurements["cs"])
+    frame["alpha_1"] = _first_alpha(record, temperature)
+    frame = frame.join(live[["prompts", "identical"]]).rename(index=record.measurements["names"])
+    return frame.sort_values(["speedup", "predicted"], ascending=False)
+
+
+def _first_alpha(record: RunRecord, temperature: float) -> pd.Series:
+    """Return each drafter's acceptance rate at position 1; a router has none."""
+    counts = pd.DataFrame(record.measurements["alphas"]).query("temperature == @temperature")
+    first = counts.assign(tested=counts["tested"].str[0], kept=counts["kept"].str[0])
+    sums = first.groupby("drafter")[["tested", "kept"]].sum()
+    return sums["kept"] / sums["tested"]
 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return `rank_drafters` for display; `*` marks drafters in another engine than the target."""
-    return compact(rank_drafters(record, temperature)).rename(index=lambda name: name + _star(record, name))
+    ranks = rank_drafters(record, temperature)
+    return compact(ranks).rename(index=lambda name: name + _star(record, name))
 
 
 def _star(record: RunRecord, drafter: str) -> str:
@@ -117,24 +126,18 @@ def _star(record: RunRecord, drafter: str) -> str:
     return "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
 
 
-def live_speeds(record: RunRecord, temperature: float, category: str = "") -> pd.DataFrame:
-    """Return one row per drafter: live speed-up over interleaved plain decoding, with its interval.
+def live_speeds(record: RunRecord, temperature: float) -> pd.DataFrame:
+    """Return one row per drafter: live speedup over interleaved plain decoding, with its interval.
 
-    Columns: live, live_low, live_high, prompts, identical (greedy texts equal to plain decoding).
-    Empty for a published record, which has no generations.
+    Columns: speedup, low, high, prompts, identical (greedy texts equal to plain decoding). Empty
+    for a published record.
     """
-    columns = {
-        "speedup": "live",
-        "low": "live_low",
-        "high": "live_high",
-        "n_prompts": "prompts",
-        "identical": "identical",
-    }
-    if not record.generations:
-        return pd.DataFrame(columns=[*columns.values()])
-    wanted = "k > 0 and n_decoded > 0 and temperature == @temperature" + " and category == @category" * bool(category)
-    table = speed_table(live_rows(record).query(wanted), ["drafter"])
-    return table.reindex(columns=["drafter", *columns]).set_index("drafter").rename(columns=columns)
+    columns = ["speedup", "low", "high", "n_prompts", "identical"]
+    table = pd.DataFrame(columns=["drafter", *columns])
+    if record.generations:
+        live = live_rows(record).query("k > 0 and n_decoded > 0 and temperature == @temperature")
+        table = speed_table(live, ["drafter"]).reindex(columns=table.columns)
+    return table.set_index("drafter").rename(columns={"n_prompts": "prompts"})
 
 
 def count_loops(record: RunRecord) -> pd.DataFrame:
@@ -145,11 +148,15 @@ def count_loops(record: RunRecord) -> pd.DataFrame:
 
 
 def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
-    """Return the predicted speed-up of every drafter on every content, at its best K there."""
-    names = replay_rows(record)["category"].unique()
-    frame = pd.concat([rank_drafters(record, temperature, name).assign(content=name) for name in names])
-    columns = ["content", "best_k", "predicted", "low", "high", "live", "prompts"]
-    return frame[columns].rename_axis("drafter").reset_index()
+    """Return the predicted speedup of every drafter on every content, at its best K there.
+
+    Columns: drafter, content, best_k, predicted, low, high, prompts; all prompts are replayed.
+    """
+    rows = replay_rows(record).query("n_decoded > 0 and temperature == @temperature")
+    frame = fastest_k(rows, ["drafter", "category"], record)
+    names = {"category": "content", "k": "best_k", "speedup": "predicted", "n_prompts": "prompts"}
+    frame = frame.rename(columns=names).replace({"drafter": record.measurements["names"]})
+    return frame[["drafter", "content", "best_k", "predicted", "low", "high", "prompts"]]
 
 
 def list_trained() -> pd.DataFrame:
@@ -191,7 +198,24 @@ def draw_region(record: RunRecord) -> go.Figure:
     return dress(figure, "break_even")
 
 
+def draw_ranks(record: RunRecord, ranks: pd.DataFrame) -> go.Figure:
+    """Draw `rank_drafters`: live and predicted speedups with intervals, over both baselines."""
+    share = baseline(record).share
+    live = ranks.assign(measured="live")
+    predicted = ranks[["predicted", "predicted_low", "predicted_high"]]
+    predicted = predicted.set_axis(["speedup", "low", "high"], axis=1).assign(measured="predicted")
+    rows = pd.concat([live, predicted]).reset_index(names="drafter")
+    rows["drafter"] = rows["drafter"].map(readable)
+    figure = dots(rows, x="speedup", y="drafter", by="measured", **error_bars(rows, axis="x"))
+    first = ranks.iloc[0]
+    title = f"Fastest live: {readable(ranks.index[0])}, {first['speedup']:.2f} times plain decoding"
+    if share < 1:
+        title += f", {first['over_fastest']:.2f} times the fastest engine's"
+        figure.add_vline(1 / share, line=STYLE["line"], annotation_text=baseline(record).baseline_engine)
+    return dress(figure, "drafters", title_text=title)
+
+
 def draw_contents(frame: pd.DataFrame) -> go.Figure:
-    """Draw the predicted speed-up of each drafter by content, from `compare_contents`."""
+    """Draw the predicted speedup of each drafter by content, from `compare_contents`."""
     named = frame.assign(drafter=frame["drafter"].map(readable))
-    return dress(dots(named, x="predicted", y="drafter", by="content"), "drafters")
+    return dress(dots(named, x="predicted", y="drafter", by="content"), "contents")

@@ -200,10 +200,14 @@ def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values
 
 
 def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Estimate:
-    """Return a row's `value` with its low, high and n_prompts (or `n`); MISSING if it is NaN."""
+    """Return a row's `value`, its interval and n_prompts (or `n`); MISSING if it is NaN.
+
+    The interval is in the columns low and high, or with the name of the value before: predicted_low.
+    """
     if pd.isna(row[value]):
         return MISSING
-    low, high = row[["low", "high"]].astype(float)  # a record has None for NaN
+    prefix = f"{value}_" * (f"{value}_low" in row)
+    low, high = row[[f"{prefix}low", f"{prefix}high"]].astype(float)  # a record has None for NaN
     return Estimate(row[value], low, high, row["n_prompts"] if n is None else n)
 
 

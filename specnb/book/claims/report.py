@@ -19,9 +19,6 @@ LONGEST = 64
 SHOWN = [
     "setting",
     "k",
-    "tokens_per_s",
-    "drafted",
-    "accepted",
     "acceptance_rate",
     "tau",
     "round_ms",
