@@ -280,14 +280,14 @@ class RollbackParams(NotebookParams):
     ks: NonEmpty[Width] = [2, 6]
     """Draft lengths."""
     acceptance: NonEmpty[Annotated[float, Field(ge=0, le=1)]] = [0.0, 0.8]
-    """Probabilities that a scripted draft token is correct, given that those before it are."""
+    """Probabilities that an oracle's draft token is correct, given that those before it are."""
     prompts: str = ""
     """A JSONL file or a pack; by default held-out passages of code."""
-    passages: Count = sized(1, 5, 12)
+    passages: Count = sized(1, 12, 16)
     """Number of prompts."""
     prompt_tokens: Tokens = 64
     """Length to which prompts are truncated."""
-    max_new_tokens: Tokens = sized(8, 16, 24)
+    max_new_tokens: Tokens = sized(8, 32, 128)
     memory_models: NonEmpty[str] = ["qwen3-next", "mamba-2.8b"]
     """Models whose state size is computed: names in state_memory.toml, folders, or hf:ORG/NAME."""
 

@@ -44,7 +44,7 @@ DIM = 128
 """Head counts and size in Qwen3-Next-80B."""
 NODES = (4, 8, 16, 32)
 """Number of nodes of the timed trees."""
-REPEATS = 5
+REPEATS = 15
 
 GATE_FLOOR = -1e4
 """A finite gate with e^g = 0 in float32 and float64; -inf would give 0 * -inf = NaN."""
@@ -109,9 +109,9 @@ def tree_cost() -> pd.DataFrame:
     """Time tree verification on one float32 layer with the shapes of Qwen3-Next-80B.
 
     The trees are a chain, a tree with four children per node, and a star. Columns: tree, nodes,
-    depth, solve_s (`verify_tree`), paths_s (the serial rule along each path from the committed
-    state), ratio (paths_s / solve_s), and max_error between the outputs. Times are medians of
-    REPEATS interleaved runs.
+    depth, paths, solve_ms (`verify_tree`), chains_ms (`verify_tree` on the chain of each path), and
+    max_error (difference from the token-by-token rule). Times are medians of REPEATS interleaved
+    runs, `*_low` and `*_high` their quartiles.
     """
     rows = []
     for n in NODES:
@@ -133,26 +133,23 @@ def _cost_of(tree: Tree) -> dict[str, float]:
     v = torch.randn(1, n, HEADS, DIM, generator=draw)
     tokens = [q / DIM**0.5, k, v, -g, beta]
     state = 0.1 * torch.randn(1, HEADS, DIM, DIM, generator=draw)
-    # 2. Verify the tree both ways.
+    # 2. Verify the tree at once and path by path.
     paths = [tree.path(leaf) for leaf in range(n) if leaf not in tree.parents]
-    along_paths = torch.empty_like(v)
+    chains = [([x[:, path] for x in tokens], Tree.chain(len(path))) for path in paths]
 
     def solve() -> Tensor:
         return verify_tree(*tokens, state, tree)
 
-    def each_path() -> Tensor:
-        for path in paths:
-            along_paths[:, path] = recurrent(*(x[:, path] for x in tokens), state)[0]
-        return along_paths
+    def solve_chains() -> list[Tensor]:
+        return [verify_tree(*along_path, state, chain) for along_path, chain in chains]
 
     with torch.inference_mode():
-        error = (solve() - each_path()).abs().max().item()  # the first runs are warm-up
-        times = [(timeit(solve, number=1), timeit(each_path, number=1)) for _ in range(REPEATS)]
-    solve_s, paths_s = np.median(times, axis=0)
-    return {
-        "depth": max(map(len, paths)),
-        "solve_s": solve_s,
-        "paths_s": paths_s,
-        "ratio": paths_s / solve_s,
-        "max_error": error,
-    }
+        outputs = solve()
+        solve_chains()  # the first runs are warm-up
+        errors = [(outputs[:, path] - recurrent(*(x[:, path] for x in tokens), state)[0]).abs().max() for path in paths]
+        times = [(timeit(solve, number=1), timeit(solve_chains, number=1)) for _ in range(REPEATS)]
+    columns = {"depth": max(map(len, paths)), "paths": len(paths)}
+    for name, seconds in zip(("solve_ms", "chains_ms"), zip(*times, strict=True), strict=True):
+        low, middle, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
+        columns |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+    return columns | {"max_error": max(errors).item()}

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections import ChainMap, Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from functools import partial
@@ -14,7 +15,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import dress, error_bars, looks
+from specnb.book.style import dots, dress, error_bars, looks, readable
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import EngineError, InputError, LoadError
@@ -23,7 +24,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.files import embedded_root, folder_gguf, local_folder, parse
 from specnb.lm.gguf import binding
 from specnb.lm.load import load
-from specnb.measure.bench import compare
+from specnb.measure.bench import Method, compare, interleaved, tabulate_speeds
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.params import RollbackParams
 from specnb.prompts import Prompt, prompts
@@ -31,8 +32,10 @@ from specnb.records import Generation, RunRecord
 
 EXPERIMENT = "04_ssm_rollback"
 STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
-FREE = "crop, attention only"
+CONTROL = "control (attention only)"
 PLAIN = "plain"
+TWIN_PLAIN = "plain, attention only"
+ORACLE = "oracle draft (scripted, costs nothing)"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 TWIN_FIELDS = (
     "vocab_size",
@@ -49,46 +52,45 @@ TWIN_FIELDS = (
 )
 """Config fields that an attention-only twin copies from its hybrid model."""
 TWIN_DISK_BYTES = 1 << 30
+SOLVES = {"solve_ms": "one solve for the tree", "chains_ms": "one solve per path"}
+"""Columns of `delta_rule.tree_cost` and their labels."""
 
 
 def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate passages plainly, with every strategy, K and acceptance rate, and with drafters.
+    """Generate passages plainly, with real drafters, and with an oracle and every strategy.
 
-    `measurements["ways"]` has a row for each target, K, acceptance rate and strategy: tokens/s,
-    speedup over plain decoding of the same model (interval over passages), memory and rollback
-    counts. The strategy "crop, attention only" is an attention-only model of the same size.
-    `measurements["drafters"]` has prompt lookup and `draft` on the first target. Raises what
-    `specnb.load` and `generate` raise; the results so far are saved.
+    `measurements["drafters"]` has a row for prompt lookup and for `draft`, for each K, on the first
+    target. `measurements["ways"]` has a row for each K, acceptance rate of the oracle, engine and
+    strategy: speed, memory, and rollback counts (totals of all passages). The control is an
+    attention-only model of the same size. Raises what `specnb.load` and `generate` raise; the
+    results so far are saved.
     """
     source = params.prompts
     n = params.passages
     chosen = prompts(limit=n, source=source) if source else passages(limit=n)
     with Experiment(EXPERIMENT, params, chosen) as study:
         study.measured |= {"ways": [], "drafters": []}
-        bench = [_Bench(name_in(params.target, engine), study) for engine in params.engines]
-        study.target = bench[0].plain
-        study.models = [{"role": "target", "id": model.name, "sha256": None} for model in bench]
-        study.generations += [truth for model in bench for truth in model.truths]
-        # 1. Scripted drafts, with every strategy.
-        cells = list(product(bench, params.ks, params.acceptance))
-        for done, (model, k, rate) in enumerate(cells):
-            progress(done, len(cells) + 1, f"{model.name}, K = {k}, {rate:.0%} correct")
-            study.measured["ways"] += model.rows(k, rate)
-        # 2. Real drafters, with the default strategy.
-        progress(len(cells), len(cells) + 1, "lookup and the draft model")
+        groups = [group for engine in params.engines for group in _open(name_in(params.target, engine), study)]
+        study.target = groups[0].plain
+        targets = [group for group in groups if group.plain_name == PLAIN]
+        study.models = [{"role": "target", "id": group.plain.name, "sha256": None} for group in targets]
+        study.generations += [truth for group in targets for truth in group.truths]
+        cells = list(product(params.ks, params.acceptance))
+        # 1. Real drafters, with the default strategy.
+        progress(0, len(cells) + 1, "prompt lookup and the draft model")
         plainly = partial(study.decode, ignore_eog=True)
         for name in ("lookup", name_in(params.draft, params.engines[0])):
             drafter = study.open_drafter(name)
-            for k in params.ks:
-                methods = {PLAIN: plainly, name: partial(plainly, drafter=drafter, k=k)}
-                _, row = _rows(methods, bench[0].prompts)
-                key = {
-                    "target": bench[0].name,
-                    "way": study.target.caps.rewind,
-                    "k": k,
-                    "drafter": row.pop("method"),
-                }
-                study.measured["drafters"].append(key | row)
+            methods = {str(k): partial(plainly, drafter=drafter, k=k) for k in params.ks}
+            table = compare({PLAIN: plainly} | methods, groups[0].prompts, baseline=PLAIN)[1:]
+            table.insert(0, "k", table.pop("method").astype(int))
+            table.insert(0, "rollback", study.target.caps.rewind)
+            study.measured["drafters"] += _records(table.assign(name=drafter.name))
+        # 2. The oracle, with every strategy.
+        for done, (k, rate) in enumerate(cells, start=1):
+            progress(done, len(cells) + 1, f"oracle drafts, K = {k}, {rate:.0%} right")
+            table = _with_oracle(groups, k, rate)
+            study.measured["ways"] += _records(table.assign(target=params.target, k=k, acceptance=rate))
         return study.record()
 
 
@@ -105,77 +107,101 @@ def name_in(model: str, engine: str) -> str:
     return parse(model, **new).text
 
 
-class _Bench:
-    """A target opened with each strategy, and its attention-only twin if it has one."""
-
-    def __init__(self, name: str, study: Experiment) -> None:
-        self.name = name
-        self._params = study.params
-        # 1. Open the target with each strategy that its engine and family support.
-        self.models = {}
-        for strategy in STRATEGIES:
-            try:
-                self.models[strategy] = study.opened(load(name, rollback=strategy))
-            except (InputError, LoadError):
-                if strategy == "recompute":  # every model supports it
-                    raise
-        self.plain = next(iter(self.models.values()))
-        n = study.params.prompt_tokens
-        self.prompts = [self.plain.encode(prompt.without_template)[:n] for prompt in study.chosen]
-        self.truths = self._continuations(self.plain)
-        # 2. Open the twin.
-        self._twins = {}
-        with suppress(InputError):  # the model has no twin
-            options = name.removeprefix(parse(name).source)
-            twin = study.opened(load(f"{attention_twin(name)}{options}"))
-            self._twins = {FREE: twin}
-            self._twin_truths = self._continuations(twin)
-
-    def rows(self, k: int, rate: float) -> list[dict[str, Any]]:
-        """Return the rows of one K and acceptance rate."""
-        rows = self._timed(self.models, self.truths, k, rate)
-        if self._twins:  # speedups are over the twin's plain decoding
-            rows += self._timed(self._twins, self._twin_truths, k, rate)[1:]
-        cell = {"target": self.name, "engine": self.plain.caps.engine, "k": k, "acceptance": rate}
-        costs = {strategy: self._cost(model, k) for strategy, model in self.models.items()}
-        return [cell | row | costs.get(row["method"], {}) for row in rows]
-
-    def _timed(
-        self, models: Mapping[str, LanguageModel], truths: Sequence[Generation], k: int, rate: float
-    ) -> list[dict[str, Any]]:
-        """Compare speculative decoding with each model to plain decoding with the first."""
-        settings = {"max_new_tokens": self._params.max_new_tokens, "ignore_eog": True}
-
-        def decode(model: LanguageModel, index: int) -> Generation:
-            truth = truths[index].token_ids
-            seed = self._params.seed + index
-            drafter = ScriptedDrafter(truth, rate, vocab_size=model.vocab.size, seed=seed)
-            return generate(model, self.prompts[index], drafter=drafter, k=k, **settings)
-
-        first = next(iter(models.values()))
-        methods = {PLAIN: lambda index: generate(first, self.prompts[index], **settings)}
-        methods |= {name: partial(decode, model) for name, model in models.items()}
-        return _rows(methods, range(len(self.prompts)))
-
-    def _cost(self, model: LanguageModel, k: int) -> dict[str, Any]:
-        """Return the peak rollback memory of a round, and the counts of the last generation."""
-        counts = vars(model.rollback.cost).copy()
-        model.reset()
-        model.forward(self.prompts[0])
-        model.forward(self.prompts[0][: k + 1])
-        counts["kept_bytes"] = model.rollback.nbytes
-        model.reset()
-        return counts
-
-    def _continuations(self, model: LanguageModel) -> list[Generation]:
-        """Decode plainly, with the largest K more tokens, because drafts may extend that far."""
-        tokens = self._params.max_new_tokens + max(self._params.ks)
-        return [generate(model, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
+def _open(name: str, study: Experiment) -> list["_Group"]:
+    """Open a target with each strategy that its engine and family support, and its twin, if any."""
+    models = {}
+    for strategy in STRATEGIES:
+        try:
+            models[strategy] = study.opened(load(name, rollback=strategy))
+        except (InputError, LoadError):
+            if strategy == "recompute":  # every model supports it
+                raise
+    groups = [_Group(models, study, PLAIN)]
+    with suppress(InputError):  # the model has no twin
+        options = name.removeprefix(parse(name).source)
+        twin = study.opened(load(f"{attention_twin(name)}{options}"))
+        groups.append(_Group({CONTROL: twin}, study, TWIN_PLAIN))
+    return groups
 
 
-def _rows(methods: Mapping[str, Any], prompts: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return a row for each method, plain decoding first; NaN becomes None, for JSON."""
-    return plain(compare(methods, prompts, baseline=PLAIN).to_dict("records"), nan=None)
+class _Group:
+    """A target opened with each strategy, or its attention-only twin, and its plain decoding."""
+
+    def __init__(self, models: Mapping[str, LanguageModel], study: Experiment, plain_name: str) -> None:
+        self.models = models
+        self.params = study.params
+        self.plain_name = plain_name
+        self.plain = next(iter(models.values()))
+        self.prompts = [
+            self.plain.encode(prompt.without_template)[: self.params.prompt_tokens] for prompt in study.chosen
+        ]
+        # The largest K more tokens, because drafts may extend that far.
+        tokens = self.params.max_new_tokens + max(self.params.ks)
+        self.truths = [generate(self.plain, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
+        self.counts: dict[str, Counter[str]] = {}
+
+    def key(self, name: str) -> str:
+        """Return the name of a method, unique among the groups."""
+        return f"{self.plain.caps.engine}: {name}"
+
+    def methods(self, k: int, rate: float) -> dict[str, Method]:
+        """Return plain decoding and each strategy, as functions of a passage's index."""
+        settings = {"max_new_tokens": self.params.max_new_tokens, "ignore_eog": True}
+
+        def decode(name: str, index: int) -> Generation:
+            model = self.models[name]
+            truth = self.truths[index].token_ids
+            seed = self.params.seed + index
+            drafter = OracleDrafter(truth, rate, vocab_size=model.vocab.size, seed=seed)
+            generation = generate(model, self.prompts[index], drafter=drafter, k=k, **settings)
+            if index == 0:  # the first run and its warm-up
+                self.counts[name] = Counter()
+            self.counts[name].update(vars(model.rollback.cost))
+            return generation
+
+        plainly = {self.key(self.plain_name): lambda index: generate(self.plain, self.prompts[index], **settings)}
+        return plainly | {self.key(name): partial(decode, name) for name in self.models}
+
+    def costs(self, k: int) -> dict[str, dict[str, int]]:
+        """Return each strategy's counts, summed over passages, and its peak memory in a round."""
+        costs = {}
+        for name, model in self.models.items():
+            model.reset()
+            model.forward(self.prompts[0])
+            model.forward(self.prompts[0][: k + 1])
+            costs[self.key(name)] = self.counts[name] | {"kept_bytes": model.rollback.nbytes}
+            model.reset()
+        return costs
+
+
+def _with_oracle(groups: Sequence[_Group], k: int, rate: float) -> pd.DataFrame:
+    """Time all methods of all groups, interleaved; return a row for each, without the twins' plain."""
+    # 1. Run them, and compare each with the plain decoding of its group.
+    methods = [group.methods(k, rate) for group in groups]
+    runs = list(interleaved(dict(ChainMap(*methods)), range(len(groups[0].prompts))))
+    tables = []
+    for group, names in zip(groups, methods, strict=True):
+        own_runs = [run for run in runs if run.method in names]
+        tables.append(tabulate_speeds(own_runs, baseline=group.key(group.plain_name)))
+    table = pd.concat(tables, ignore_index=True)
+    # 2. Compare the targets with their fastest plain decoding.
+    is_plain = table["method"].str.endswith(f": {PLAIN}")
+    fastest = table["method"][table["tokens_per_s"].where(is_plain).idxmax()]
+    over = tabulate_speeds(runs, baseline=fastest).set_index("method")[["speedup", "low", "high"]]
+    over = over.set_axis(["over_fastest", "over_fastest_low", "over_fastest_high"], axis=1)
+    table = pd.concat([table.loc[:, :"high"].join(over, on="method"), table.loc[:, "tau":]], axis=1)
+    # 3. Add rollback counts and memory.
+    costs = pd.DataFrame({key: cost for group in groups for key, cost in group.costs(k).items()}).T
+    table = table.join(costs, on="method")
+    table.insert(0, "engine", table["method"].str.partition(": ")[0])
+    table["method"] = table["method"].str.partition(": ")[2]
+    table.loc[table["method"] == CONTROL, over.columns] = None  # other weights
+    return table[table["method"] != TWIN_PLAIN]
+
+
+def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the rows as dictionaries; NaN becomes None, for JSON."""
+    return plain(table.to_dict("records"), nan=None)
 
 
 def passages(*, limit: int) -> list[Prompt]:
@@ -250,7 +276,7 @@ def _write_twin_gguf(twin: Path, hybrid: Path, dest: Path) -> None:
     writer.close()
 
 
-class ScriptedDrafter(DrafterBase):
+class OracleDrafter(DrafterBase):
     """Drafts with a given acceptance rate, to measure costs (`--spec-synth-rates` in llama.cpp).
 
     Drafts the target's continuation `truth`, up to its end. Each token is correct with probability
@@ -258,7 +284,7 @@ class ScriptedDrafter(DrafterBase):
     """
 
     def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
-        self.name = f"scripted, {rate:.0%} correct"
+        self.name = f"{ORACLE}, {rate:.0%} correct"
         self._n_prompt = 0
         self._truth = truth
         self._wrong = [(token + 1) % vocab_size for token in truth]
@@ -356,96 +382,61 @@ def _logits_after_crop(name: str, rejected: list[int]) -> np.ndarray:
 
 # --- Tables and figures of notebook 04: rollback strategies, their memory, and trees ---
 
-CELL = ["target", "engine", "k", "acceptance"]
-"""Columns that identify one measurement of all strategies."""
-
 MIB = 2**20
 
 
 def strategies(record: RunRecord) -> pd.DataFrame:
     """Return the rows of `run_strategies`; `kept_mib` is a round's peak rollback memory in MiB."""
-    frame = pd.DataFrame(record.measurements["ways"])
-    return frame.assign(kept_mib=frame.pop("kept_bytes") / MIB)
+    return mebibytes(pd.DataFrame(record.measurements["ways"]))
 
 
 def drafters(record: RunRecord) -> pd.DataFrame:
     """Return one row per K for prompt lookup and the draft model, on the first target."""
-    return pd.DataFrame(record.measurements["drafters"])
-
-
-def fused(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of fused replay relative to `checkpoint` and to a free rewind.
-
-    One row per K and acceptance rate. The speeds compared are speedups over plain decoding of the
-    same model. The free rewind is that of an attention-only model of the same size.
-    """
-    wide = table.pivot(index=CELL, columns="method", values="speedup")
-    others = {"checkpoint": "over checkpoint", FREE: "over a free rewind"}
-    ratios = wide.filter(others).rdiv(wide["fused"], axis=0).rename(columns=others)
-    return ratios.rename_axis(columns=None).reset_index()
-
-
-def fastest_strategies(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the fastest strategy by K and acceptance rate, with its speed-up, tau and memory."""
-    measured = table.query("method in @STRATEGIES")
-    best = measured.loc[measured.groupby(CELL)["speedup"].idxmax(), [*CELL, "method", "speedup", "tau", "kept_mib"]]
-    return best.rename(columns={"method": "fastest"}).reset_index(drop=True)
+    frame = pd.DataFrame(record.measurements["drafters"])
+    frame.insert(0, "drafter", frame.pop("name").map(readable))
+    return frame
 
 
 def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
     """Convert columns `*_bytes` to `*_mib` (MiB, three digits)."""
-    return _scaled(frame, "_bytes", "_mib", 1 / MIB)
+    scaled = (frame.filter(regex="_bytes$") / MIB).round(3)
+    return frame.assign(**scaled).rename(columns=lambda name: re.sub("_bytes$", "_mib", name))
 
 
-def milliseconds(frame: pd.DataFrame) -> pd.DataFrame:
-    """Convert columns `*_s` to `*_ms` (milliseconds, three digits), and round the ratio."""
-    return _scaled(frame, "_s", "_ms", 1e3).round({"ratio": 3})
-
-
-def _scaled(frame: pd.DataFrame, suffix: str, unit: str, factor: float) -> pd.DataFrame:
-    scaled = (frame.filter(regex=f"{suffix}$") * factor).round(3)
-    return frame.assign(**scaled).rename(columns=lambda name: re.sub(f"{suffix}$", unit, name))
-
-
-def draw_strategies(table: pd.DataFrame, target: str) -> go.Figure:
-    """Draw the speed-up over plain decoding: a mark per strategy, a panel per K and acceptance."""
-    rows = table[(table["target"] == target) & (table["method"] != PLAIN)].sort_values(["k", "acceptance"])
-    panel = "K = " + rows["k"].astype(str) + ", " + rows["acceptance"].map("{:.0%} of drafts correct".format)
-    columns = rows["acceptance"].nunique()
-    lines = rows["k"].nunique()
-    look = looks("method", (*STRATEGIES, FREE), by=["symbol"])  # the same in every figure
-    look["category_orders"]["method"] = [name for name in (*STRATEGIES, FREE) if name in set(rows["method"])]
-    figure = px.scatter(
-        rows.assign(panel=panel),
+def draw_strategies(table: pd.DataFrame) -> go.Figure:
+    """Draw the speedup of each strategy, sorted by its mean: a panel per engine and acceptance."""
+    rows = table[table["method"] != PLAIN].sort_values(["acceptance", "engine", "k"])
+    order = rows.groupby("method")["speedup"].mean().sort_values(ascending=False).index
+    figure = dots(
+        rows.assign(K="K = " + rows["k"].astype(str), drafts=rows["acceptance"].map("{:.0%} right".format)),
         x="speedup",
         y="method",
-        facet_col="panel",
-        facet_col_wrap=columns,
-        facet_col_spacing=0.03,
-        facet_row_spacing=0.32 / lines,
-        height=120 + 220 * lines,
-        **look,
+        by="K",
+        facet_col="engine",
+        facet_row="drafts",
+        height=140 + 210 * rows["acceptance"].nunique(),
         **error_bars(rows, axis="x"),
     )
-    figure.for_each_annotation(lambda note: note.update(text=note.text.removeprefix("panel=")))
-    figure.update_traces(marker_size=10).update_xaxes(title_text="speed (plain decoding = 1)", row=1)
-    title = f"Cost of rollback: {rows['engine'].iloc[0]}, {rows['n_prompts'].max()} passages"
-    return dress(figure, "ways_back", title_text=title)
+    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    figure.update_yaxes(categoryarray=[*order.drop(CONTROL, errors="ignore"), CONTROL])
+    title = f"Speedup over plain decoding, {rows['n_prompts'].max()} passages<br>{ORACLE}"
+    return dress(figure, "rollback_strategies", title_text=title)
 
 
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
-    """Draw the time of the serial rule over that of one masked solve, by tree size."""
-    figure = (
-        px.line(
-            milliseconds(table),
-            x="nodes",
-            y="ratio",
-            text=table["tree"].mask(table["tree"].duplicated("last"), ""),
-            hover_data=["solve_ms", "paths_ms"],
-            markers=True,
-            **looks("tree", table["tree"]),
-        )
-        .update_traces(textposition="top left")
-        .update_xaxes(tickvals=table["nodes"].unique())
+    """Draw the time of one solve for a tree and of one solve per path, with a panel per tree."""
+    rows = table.melt(["tree", "nodes"], list(SOLVES), "solve", "time (ms)").replace({"solve": SOLVES})
+    for end in ("low", "high"):
+        rows[end] = table.melt(["tree"], [f"{name}_{end}" for name in SOLVES])["value"]
+    figure = px.line(
+        rows,
+        x="nodes",
+        y="time (ms)",
+        facet_col="tree",
+        markers=True,
+        **looks("solve", SOLVES.values(), by=["line_dash", "symbol"]),
+        **error_bars(rows, "time (ms)"),
     )
+    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    figure.update_xaxes(tickvals=table["nodes"].unique())
     return dress(figure, "trees")

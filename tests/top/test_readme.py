@@ -144,7 +144,7 @@ def vocabularies() -> str:
 
 
 def hybrid() -> str:
-    rows = [row for row in measurements("04_ways_back_torch")["ways"] if row["engine"] == "torch"]
+    rows = [row for row in measurements("04_rollback_strategies")["ways"] if row["engine"] == "torch"]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
         "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid in float32, a "
