@@ -29,7 +29,7 @@ from specnb.params import DivergenceParams
 
 NOTHING = "-"
 """Placeholder in tables."""
-CASE = {"S0": "alone", "S1": "beside itself", "S3": "beside the larger target"}
+CASE = {"S0": "alone", "S1": "next to itself", "S3": "next to the larger target"}
 """The set-ups of the case, as its notes name them."""
 GALLERY = ("S0", "S1", "S2", "S3")
 """Set-ups that distinguish the planted faults."""
@@ -38,12 +38,10 @@ LIMIT = np.log10(TIMES_FLOOR)
 """Heat above which a tensor counts as wrong."""
 LOW, HIGH = -1.0, 8.0
 """Range of a heat map: log10(error / floor)."""
-MOST_ROWS = 40
-"""Maximum number of modules in a heat map."""
 LEAST = 1e-8
 """Smallest value on a logarithmic axis; smaller values are clipped to it."""
 WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
-LEGEND = f"0: floor of sound runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
+LEGEND = f"0: noise floor of fault-free runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
 
 
 class Gallery(NamedTuple):
@@ -86,16 +84,16 @@ class Study(Experiment):
     def accept(self) -> pd.DataFrame:
         """Decode speculatively with the deployed draft; return one row per neighbor and verifier.
 
-        Columns: beside (the neighbor), verified_by, drafted, kept (accepted), acceptance_rate. The
-        copy of the draft has no fault.
+        Columns: neighbor, verified_by, draft_tokens, accepted, acceptance_rate. The copy of the
+        draft has no fault.
         """
         lab, p = self.lab, self.params
         copied, target = "a copy of itself", "the larger target"
         nets = {copied: copy_of(lab.reference), target: lab.target}
         verifiers = {name: open_net(net, name) for name, net in nets.items()}
         drafter, rows = ModelDrafter(open_net(lab.draft, "the draft")), []
-        for beside, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
-            with self._deploy(lab.draft, nets.get(beside)):
+        for neighbor, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
+            with self._deploy(lab.draft, nets.get(neighbor)):
                 written = generate(
                     verifiers[by],
                     lab.script.feeds[0].ids,
@@ -106,21 +104,27 @@ class Study(Experiment):
                 )
             rows.append(
                 {
-                    "beside": beside,
+                    "neighbor": neighbor,
                     "verified_by": by,
-                    "drafted": written.total_draft_tokens,
-                    "kept": written.accepted_tokens,
+                    "draft_tokens": written.total_draft_tokens,
+                    "accepted": written.accepted_tokens,
                     "acceptance_rate": written.acceptance_rate,
                 }
             )
         self.measured["acceptance"] = rows
         return pd.DataFrame(rows)
 
+    def scale_target(self, factor: float) -> Outcome:
+        """Return S3 with the output of the target's experts in layer 0 multiplied by `factor`."""
+        with FAULTS["expert_scale"](self.lab.target, None, layer=0, eps=factor - 1):
+            return self.lab.run("S3", self._deploy)
+
     def gallery(self, progress: Progress = silent) -> Gallery:
         """Plant the faults of the gallery one by one, and investigate each in a service.
 
-        Columns of the table: fault, planted (its description), verdict, planted_module, module
-        (named first), module_right, token, planted_cause, cause, cause_right, seconds. A control
+        Columns of the table: fault, planted (its description), verdict, planted_module,
+        named_module (the first one), module_right, first_token, planted_cause, named_cause,
+        cause_right, seconds. A control
         (`split_k`, `uniform_offset`) passes if no module is named. Raises InputError for a fault
         that does not fit the models, or never acts on this script.
         """
@@ -142,11 +146,11 @@ class Study(Experiment):
                     "planted": fault.note,
                     "verdict": verdict,
                     "planted_module": planted,
-                    "module": name_module(first) if first else NOTHING,
+                    "named_module": name_module(first) if first else NOTHING,
                     "module_right": framed.get(name) == fault.first,
-                    "token": first.first_token if first else -1,
+                    "first_token": first.first_token if first else -1,
                     "planted_cause": fault.cause,
-                    "cause": cause,
+                    "named_cause": cause,
                     "cause_right": cause == fault.cause if fault.first is not None else not first,
                     "seconds": investigation.facts["seconds"],
                 }
@@ -191,8 +195,20 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
     off = [f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING for alone, beside in ends]
-    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
+    table = table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
+    return table.replace("neighbour", "neighbor")
 
+
+SHOWN = {
+    "says": "draft_model",
+    "first": "first_wrong",
+    "n_wrong": "wrong_tensors",
+    "foreign": "foreign_parameters",
+    "kills": "rules_out",
+    "for_it": "evidence_for",
+    "against_it": "evidence_against",
+}
+"""Columns of tables that are also JSON documents, with their names in the notebook."""
 
 HYPOTHESES = {
     "autotuning, caches or buffers that the target's run left behind": ("S4", "wrong_unrun"),
@@ -205,17 +221,17 @@ HYPOTHESES = {
 
 
 def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
-    """Return one row per hypothesis of the notes: set-up, its result, ruled out or open.
+    """Return one row per hypothesis of the notes: ruled out or open, and the set-up that decides.
 
-    This applies to the planted fault only: there is no trace of the case itself.
+    `planted_fault` has the answer for the planted fault; there is no trace of the `reported_case`.
     """
     values = divergence_values(investigation)
     rows = [
         (guess, setup, "ruled out" if values[value] is True else "open", "unknown")
         for guess, (setup, value) in HYPOTHESES.items()
     ]
-    table = pd.DataFrame(rows, columns=["hypothesis", "setup", "for the plant", "for the case"])
-    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup")
+    table = pd.DataFrame(rows, columns=["hypothesis", "setup", "planted_fault", "reported_case"])
+    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup").rename(columns=SHOWN)
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
@@ -225,9 +241,9 @@ def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]
 
 
 def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
-    """Compare each module's outputs in S0w, which is sound, with those in the first wrong set-up.
+    """Compare each module's outputs in S0w, which is right, with those in the first wrong set-up.
 
-    Columns: module; mean_ratio, std_ratio, cosine and relative_l2 of the outputs, which include
+    Columns: module; std, |ratio - 1| of the standard deviations, and relative_l2, which include
     errors of earlier modules; by_itself, the module's own largest error; ratio, by_itself / floor.
     """
     bad = investigation.outcome()
@@ -239,34 +255,28 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
         if key in sound_run and sound_run[key].values.dtype.kind == "f":
             a, b = (run[key].values.astype(float).ravel() for run in (sound_run, wrong_run))
             with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
-                cosine = np.minimum(1.0, a @ b / (norm(a) * norm(b)))  # rounding may exceed 1
-                ratios = b.mean() / a.mean(), b.std() / a.std(), cosine, norm(b - a) / norm(a)
-            rows.append((module, *ratios, error, ratio))
-    columns = ["module", "mean_ratio", "std_ratio", "cosine", "relative_l2", "by_itself", "ratio"]
-    return pd.DataFrame(rows, columns=columns)
+                rows.append((module, abs(b.std() / a.std() - 1), norm(b - a) / norm(a), error, ratio))
+    return pd.DataFrame(rows, columns=["module", "std", "relative_l2", "by_itself", "ratio"])
 
 
 def misleading_figure(investigation: Investigation) -> go.Figure:
-    """Plot the error of each module's output: mean, standard deviation, direction, relative L2.
+    """Plot the error of each module's output: standard deviation, relative L2, and its own error.
 
     Values below LEAST are drawn at LEAST.
     """
     table = tabulate_misleading(investigation)
-    lines = pd.DataFrame(
-        {
-            "mean: |ratio - 1|": (table["mean_ratio"] - 1).abs(),
-            "standard deviation: |ratio - 1|": (table["std_ratio"] - 1).abs(),
-            "1 - cosine": 1 - table["cosine"],
-            "relative L2": table["relative_l2"],
-        }
-    )
+    wrong = table["ratio"] > TIMES_FLOOR
+    title = "No module is wrong on its own inputs"
+    if wrong.any():
+        first = table.loc[wrong.idxmax()]
+        title = f"First wrong module: std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
+    lines = table[["std", "relative_l2"]].set_axis(["standard deviation: |ratio - 1|", "relative L2 error"], axis=1)
     text = _named(table["module"])
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
-    wrong = table["ratio"] > TIMES_FLOOR
-    for name, part, colour, width in (  # markers only: modules' own errors are independent
-        ("module by itself (shadow replay), sound", ~wrong, "#888", 2),
-        ("module by itself, wrong", wrong, WRONG, 4),
+    for name, part, color in (  # markers only: modules' own errors are independent
+        ("module on its own inputs, right", ~wrong, "#888"),
+        ("module on its own inputs, wrong", wrong, WRONG),
     ):
         figure.add_scatter(
             y=table["by_itself"].where(part).clip(lower=LEAST),
@@ -274,12 +284,12 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
             text=text,
             mode="markers",
             marker_symbol="x-thin",
-            marker_size=4 * width,
-            marker_line_color=colour,
-            marker_line_width=width,
+            marker_size=12,
+            marker_line_color=color,
+            marker_line_width=3,
         )
     _name_layers(figure, table["module"], range(len(table)))
-    return dress(figure, "misleading")
+    return dress(figure, "misleading", title_text=title, yaxis_title_text="difference from the fault-free run")
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
@@ -290,14 +300,16 @@ def setups_figure(investigation: Investigation) -> go.Figure:
         strips[name] = heat_of(outcome).max(axis=1)
         if not outcome.clean:
             marks[name] = outcome.wrong["module"].iloc[0]
-    return draw_strips(pd.concat(strips, axis=1).T, title="In which set-ups the draft is wrong, and where", marks=marks)
+    first = " and ".join(dict.fromkeys(marks.values())) or "no module"
+    title = f"First wrong module: {first}, in {len(marks)} of {len(strips)} set-ups"
+    return draw_strips(pd.concat(strips, axis=1).T, title=title, marks=marks)
 
 
 def gallery_figure(gallery: Gallery) -> go.Figure:
     """Plot one strip per fault; the module named first is framed."""
-    return draw_strips(
-        gallery.strips, title="Planted faults: where modules are wrong by themselves", marks=gallery.named
-    )
+    right = gallery.table["module_right"]
+    title = f"The right module is named, or none in a control: {right.sum()} of {len(right)} runs"
+    return draw_strips(gallery.strips, title=title, marks=gallery.named)
 
 
 def divergence_values(investigation: Investigation) -> Values:
@@ -307,7 +319,7 @@ def divergence_values(investigation: Investigation) -> Values:
     next to the target, or next to a copy of itself.
     """
     seen, outcomes = case_table(investigation), investigation.outcomes
-    alone, beside = seen["S0 alone"], seen["S3 beside the larger target"]
+    alone, beside = seen["S0 alone"], seen["S3 next to the larger target"]
     tokens = {name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits]) for name in CASE}
     kept, kept_itself = ((tokens[name] == tokens["S0"]).mean() for name in ("S3", "S1"))
     wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
@@ -347,37 +359,30 @@ def heat_of(outcome: Outcome) -> pd.DataFrame:
     return heat.unstack().loc[outcome.errors["module"].unique()]
 
 
-def draw_heat(investigation: Investigation) -> go.Figure:
-    """Plot the heat map of the first wrong set-up, or else the last; frame the first divergence.
-
-    Rows are modules in run order, columns tokens, colors `heat_of`; gray: not compared. It shows
-    wrong modules and their neighbors, or all if none is wrong, at most MOST_ROWS.
-    """
-    outcome, first = investigation.outcome(), investigation.first
-    table, setup = heat_of(outcome), outcome.setup
-    wrong = (table.max(axis=1) > LIMIT).to_numpy()
-    near = wrong | np.roll(wrong, 1) | np.roll(wrong, -1)
-    drawn = table[near | ~near.any()].head(MOST_ROWS)
-    names = _named(drawn.index)
-    figure = _heatmap(drawn, x=[*drawn.columns], y=names)
-    if first and first.module in drawn.index:
-        _frame(figure, first.first_token, first.last_token, drawn.index.get_loc(first.module))
-    figure.update_yaxes(tickvals=names)
-    title = f"{setup.id}, {setup.says}: where modules are wrong by themselves"
-    note = f"{LEGEND}; grey: not compared; {len(drawn)} of {len(table)} modules"
-    return dress(figure, "heat", title_text=title, title_subtitle_text=note, height=170 + 16 * max(len(drawn), 12))
-
-
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
     """Plot one strip per row (a set-up or a fault): the worst token of each module, in run order.
 
     `table` has one column per module. `marks` maps a row to the module to frame and label.
     """
     modules = _named(table.columns)
-    figure = _heatmap(table, x=modules, y=_named(table.index), ygap=3)
+    heat = go.Heatmap(
+        x=modules,
+        y=_named(table.index),
+        z=table.round(2).to_numpy().tolist(),
+        ygap=3,
+        colorscale=SCALE,
+        zmin=LOW,
+        zmax=HIGH,
+        colorbar_title_text="log10(error / floor)",
+        colorbar_title_side="right",
+        colorbar_thickness=14,
+        colorbar_outlinewidth=1,
+    )
+    figure = go.Figure(heat)
     for name, module in marks.items():
         x, y = table.columns.get_loc(module), table.index.get_loc(name)
-        _frame(figure, x, x, y, half=0.42, width=2)
+        box = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.42, "y1": y + 0.42}
+        figure.add_shape(type="rect", line_color="#111", line_width=2, **box)
         anchor, shift = ("left", 10) if x < 0.8 * len(modules) else ("right", -10)
         figure.add_annotation(
             x=x,
@@ -389,7 +394,7 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
             font_size=11,
         )
     _name_layers(figure, table.columns, modules)
-    note = f"{LEGEND}; framed: the module named first"
+    note = f"{LEGEND}; framed: first wrong module"
     return dress(figure, "strips", title_text=title, title_subtitle_text=note, height=200 + 26 * len(table))
 
 
@@ -402,29 +407,6 @@ def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str
         figure.add_vline(start - 0.5, line_color="#888", line_width=1, line_dash="dot")
     middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
     figure.update_xaxes(tickvals=[*middles.values()], ticktext=[*middles])
-
-
-def _heatmap(table: pd.DataFrame, **look: object) -> go.Figure:
-    z = table.round(2).to_numpy().tolist()
-    return go.Figure(
-        go.Heatmap(
-            z=z,
-            colorscale=SCALE,
-            zmin=LOW,
-            zmax=HIGH,
-            colorbar_title_text="log10(error / floor)",
-            colorbar_title_side="right",
-            colorbar_thickness=14,
-            colorbar_outlinewidth=1,
-            **look,
-        )
-    )
-
-
-def _frame(figure: go.Figure, first: int, last: int, row: int, half: float = 0.5, width: int = 3) -> None:
-    figure.add_shape(
-        type="rect", x0=first - 0.5, x1=last + 0.5, y0=row - half, y1=row + half, line_color="#111", line_width=width
-    )
 
 
 def _named(modules: Sequence[str]) -> list[str]:

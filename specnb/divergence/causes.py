@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 
 from specnb.divergence.errors import LARGE, TENSOR, name_module, one_factor, relative_l2, rounding
 from specnb.divergence.parts import find
@@ -260,8 +259,3 @@ def _holds(fact: str, evidence: Evidence) -> bool:
     """Return whether a fact holds; a fact with the prefix "not " must not hold."""
     return bool(evidence.get(fact.removeprefix("not "))) != fact.startswith("not ")
 
-
-def read_rules() -> pd.DataFrame:
-    """Return the rules: cause, weight and sentence. Values in braces come from `gather`."""
-    rules = [(name, weight, sentence) for name, kind in CLASSES.items() for weight, _, sentence in kind["rules"]]
-    return pd.DataFrame(rules, columns=["cause", "weight", "sentence"])

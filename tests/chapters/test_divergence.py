@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from specnb.book.claims import claims_of, read_fixed
@@ -26,9 +25,9 @@ def wrong(study):
 
 def test_a_hypothesis_is_open_without_the_set_up_that_decides_it(wrong):
     guesses = divergence.tabulate_hypotheses(wrong)
-    assert set(guesses["for the plant"]) == {"ruled out"} and set(guesses["for the case"]) == {"unknown"}
+    assert set(guesses["planted_fault"]) == {"ruled out"} and set(guesses["reported_case"]) == {"unknown"}
     few = replace(wrong, outcomes={name: outcome for name, outcome in wrong.outcomes.items() if name != "S4"})
-    assert divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "for the plant"] == "open"
+    assert divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "planted_fault"] == "open"
 
 
 def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
@@ -56,7 +55,7 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     table = gallery.table
     assert table["module_right"].all() and table["cause_right"].all()
     assert table["verdict"].tolist() == ["DIVERGENT", "PRECISION_ONLY"]
-    assert table["module"].tolist() == table["planted_module"].tolist() == ["layers.0.self_attn", "-"]
+    assert table["named_module"].tolist() == table["planted_module"].tolist() == ["layers.0.self_attn", "-"]
     shapes = divergence.gallery_figure(gallery).layout.shapes
     (frame,) = (shape for shape in shapes if shape.type == "rect")
     assert round(frame.y0 + 0.42) == 0 and gallery.strips.columns[round(frame.x0 + 0.5)] == "layers.0.self_attn"
@@ -68,25 +67,17 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
 # --- figures --------------------------------------------------------------------------------------
 
 
-def test_the_heat_map_shows_the_table_and_frames_the_first_node(wrong, monkeypatch):
-    whole = divergence.heat_of(wrong.outcome())
-    figure = divergence.draw_heat(wrong)
-    (drawn,), (frame,) = figure.data, figure.layout.shapes
-    table = whole.loc[list(drawn.y)]
-    rows = [[*whole.index].index(f"layers.{i}.mlp.experts") + by for i in range(4) for by in (-1, 0, 1)]
-    assert [*table.index] == [*whole.index[rows]] and "12 of 50" in figure.layout.title.subtitle.text
-    assert np.allclose(np.array(drawn.z, float), table.to_numpy(), atol=0.006)
-    row = list(table.index).index(wrong.first.module)
-    assert (frame.y0, frame.y1) == (row - 0.5, row + 0.5) and (frame.x0, frame.x1) == (-0.5, 12.5)
-    assert figure.layout.yaxis.tickvals[row] == drawn.y[row] == "layers.0.mlp.experts"
-    table.iloc[3, 2] = np.nan
-    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
-    assert np.isnan(divergence.draw_heat(wrong).data[0].z[3][2])
-
-
-def test_names_are_text_and_never_markup(wrong, monkeypatch):
+def test_names_are_text_and_never_markup(wrong):
     """Plotly interprets some tags even in a figure's data."""
     table = divergence.heat_of(wrong.outcome()).rename({"layers.0.mlp.experts": HOSTILE})
-    monkeypatch.setattr(divergence, "heat_of", lambda outcome: table)
-    for figure in (divergence.draw_heat(wrong), divergence.draw_strips(table.T.rename(str), title="", marks={})):
-        assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
+    figure = divergence.draw_strips(table.T.rename(str), title="", marks={})
+    assert "<script" not in json.dumps(figure.to_plotly_json(), default=str)
+
+
+def test_titles_name_the_first_wrong_module_or_none(wrong):
+    assert "layers.0.mlp.experts, in 5 of 8" in divergence.setups_figure(wrong).layout.title.text
+    assert "First wrong module" in divergence.misleading_figure(wrong).layout.title.text
+    outcomes = {name: outcome for name, outcome in wrong.outcomes.items() if outcome.clean}
+    clean = replace(wrong, outcomes=outcomes)
+    assert "no module, in 0 of 3" in divergence.setups_figure(clean).layout.title.text
+    assert "No module" in divergence.misleading_figure(clean).layout.title.text
