@@ -226,7 +226,7 @@ class AdaptiveKParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "json", "prose", "general", "edit"]
     prompts_per_category: Count = sized(1, 5, 8)
-    live_prompts: CountOrZero = 1
+    live_prompts: CountOrZero = sized(1, 2)
     live_contents: CountOrZero = sized(1, 6)
     """Number of `categories`, from the first, whose prompts also run live with every controller."""
     conversations: CountOrZero = sized(1, 2, 3)

@@ -7,7 +7,6 @@ the target's text.
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import product
 from math import nan
 from typing import Any, NamedTuple
 
@@ -19,18 +18,20 @@ from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate
 from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
-from specnb.book.tables import baseline
-from specnb.decode.control import Controller
+from specnb.book.tables import baseline, live_rows
+from specnb.decode.control import Controller, FixedK
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, require_known
 from specnb.io import project_dir
+from specnb.measure.auto import route_between
+from specnb.measure.bench import speed_table
 from specnb.measure.content import detect
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.fork import explain_draft
 from specnb.measure.intervals import interval, rate
 from specnb.measure.machines import known_machines, machines
-from specnb.measure.policies import CONTROLLERS
+from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.recording import Recording, Trace
 from specnb.measure.replay import (
     ReplayStep,
@@ -51,6 +52,9 @@ GREEDY = [(0.0, 1.0)]
 SWITCHING = "switching conversation"
 """A conversation whose answers switch between prose, code and JSON."""
 STREAM = "all of them in turn"
+WINDOW = 64
+"""Tokens over which the speed along the stream is averaged."""
+PLAIN, ROUTER = "plain decoding", "router"
 PREFIX = "turns."
 """Prefix of the prompt ids of conversation questions, to identify their recordings."""
 
@@ -62,14 +66,21 @@ class ControllerStudy(NamedTuple):
     trace: Trace
 
 
-def controllers(cost: Cost, k_max: int) -> dict[str, Controller]:
-    """Return new controllers by name; the cost-aware one uses `cost`."""
-    fresh = [make(cost, k_max) for make in CONTROLLERS.values()]
+def controllers(cost: Cost, recording: Recording) -> dict[str, Controller]:
+    """Return new controllers by name, with the recording's largest K.
+
+    The cost-aware one uses `cost`. Prompt lookup has no confidence: `confidence` is left out.
+    """
+    fresh = [
+        policy.make(cost, recording.k_max)
+        for policy in POLICIES.values()
+        if policy.option and not (policy.reads_beliefs and recording.support)
+    ]
     return {control.name: control for control in fresh}
 
 
 def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> ControllerStudy:
-    """Generate plainly, follow all drafters, replay all controllers on all machines, run some live.
+    """Generate plainly, follow all drafters, replay all controllers on all machines, run all live.
 
     If an error ends the run, the generations so far are saved as a failed run.
     """
@@ -96,13 +107,20 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
             "routed": list(_routed(trace, study.costs, params.machines, params.k_max)),
         }
 
-        # 6. Run every controller live on the first contents.
+        # 6. Run every controller, the best fixed K > 0 and the router live on the first contents.
+        replay = study.measured["replay"]
+        ks = {row["drafter"]: row["fixed_k"] for row in replay if row["machine"] == THIS_MACHINE}
+        longest = {r.drafter: r for r in sorted(trace.recordings, key=lambda r: r.n_tokens)}
+        router = route_between(study.target, study.drafters)
+
         def methods(_temperature: float) -> dict[str, Any]:
-            return {
-                f"{drafter.name}, {name}": {"drafter": drafter, "k": control}
-                for drafter in study.drafters
-                for name, control in controllers(study.costs[drafter.name], params.k_max).items()
-            }
+            chosen = {ROUTER: {"drafter": router}}
+            for drafter in study.drafters:
+                name = drafter.name
+                fresh = controllers(study.costs[name], longest[name])
+                for policy, k in {FIXED: ks[name], **fresh}.items():
+                    chosen[f"{name}, {policy}"] = {"drafter": drafter, "k": k}
+            return chosen
 
         contents = params.categories[: params.live_contents]
         live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
@@ -125,7 +143,8 @@ def _draft_forks(study: Sweep, trace: Trace) -> Iterator[dict[str, Any]]:
 def _walk(trace: Trace, live: Generation, cost: Cost) -> tuple[Recording, list[ReplayStep]]:
     """Return a live run's recording, and its replayed rounds with the same controller."""
     (recording,) = trace.select(prompt_id=live.prompt_id, drafter=live.drafter).recordings
-    return recording, walk_recording(recording, controllers(cost, recording.k_max)[live.controller])
+    control = controllers(cost, recording).get(live.controller) or FixedK(live.k)
+    return recording, walk_recording(recording, control)
 
 
 def _switches(recording: Recording) -> bool:
@@ -148,8 +167,9 @@ def _kind(recording: Recording) -> str:
 def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine, drafter, content (including the conversation) and policy.
 
-    The policies are the controllers, the best fixed K and the oracle. `speedup` is over plain
-    decoding in the same engine. `seconds` lists the time of each text; the oracle has none.
+    The policies are the best fixed K of each content; `fixed K`, with the K > 0 that is best for all
+    contents together (`fixed_k`); the controllers; and the oracle. `speedup` is over plain decoding
+    in the same engine. `seconds` lists the time of each text; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
         groups = {}
@@ -157,19 +177,25 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
             if recording.n_tokens > 1:
                 groups.setdefault(_content(recording), []).append(recording)
         counts = {content: expected_counts(group, range(k_max + 1)) for content, group in groups.items()}
-        for (machine, cost), (content, group) in product(machines(drafter_cost, names).items(), groups.items()):
-            by_k = seconds_of(counts[content], cost)
-            best = by_k.sum(axis=0).argmin()
-            policies = [(f"best fixed K = {best}", "fixed", by_k[:, best].tolist())]
-            for name, control in controllers(cost, k_max).items():  # they learn across texts
-                walks = [counts_of(recording, walk_recording(recording, control)) for recording in group]
-                policies.append((name, "controller", [walk.seconds(cost) for walk in walks]))
-            row = {"machine": machine, "drafter": drafter, "content": content}
-            plain_s = by_k[:, 0].sum()
-            for name, kind, seconds in policies:
-                yield row | {"policy": name, "kind": kind, "seconds": seconds, "speedup": plain_s / sum(seconds)}
-            bound_s = sum(oracle(recording, cost, k_max)[1] for recording in group)
-            yield row | {"policy": "oracle", "kind": "oracle", "speedup": plain_s / bound_s}
+        for machine, cost in machines(drafter_cost, names).items():
+            times = {content: seconds_of(of_content, cost) for content, of_content in counts.items()}
+            k = 1 + int(sum(by_k.sum(axis=0) for by_k in times.values())[1:].argmin())
+            for content, group in groups.items():
+                by_k = times[content]
+                best = by_k.sum(axis=0).argmin()
+                policies = [
+                    (f"best fixed K = {best}", "fixed", by_k[:, best].tolist()),
+                    (FIXED, "controller", by_k[:, k].tolist()),
+                ]
+                for name, control in controllers(cost, group[0]).items():  # they learn across texts
+                    walks = [counts_of(recording, walk_recording(recording, control)) for recording in group]
+                    policies.append((name, "controller", [walk.seconds(cost) for walk in walks]))
+                row = {"machine": machine, "drafter": drafter, "content": content, "fixed_k": k}
+                plain_s = by_k[:, 0].sum()
+                for name, kind, seconds in policies:
+                    yield row | {"policy": name, "kind": kind, "seconds": seconds, "speedup": plain_s / sum(seconds)}
+                bound_s = sum(oracle(recording, cost, k_max)[1] for recording in group)
+                yield row | {"policy": "oracle", "kind": "oracle", "speedup": plain_s / bound_s}
 
 
 def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
@@ -229,32 +255,88 @@ def questions(limit: int) -> list[Prompt]:
     ]
 
 
-# --- Tables and figures of notebook 02: controllers compared with the best fixed K, and K over time ---
+# --- Tables and figures of notebook 02: live speeds, regret against the best fixed K, K over time ---
 
-SPEEDUP = "best fixed K: speed-up"
-SAME_ENGINE = "best fixed K: speed-up, same engine"
+BEST_SPEEDUP = "predicted speedup of the best fixed K"
+LABELS = {
+    FIXED: "one fixed K",
+    "rolling acceptance": "rolling acceptance (field report)",
+    "content K": "K by content (field report)",
+}
+
+
+def label(policy: str) -> str:
+    """Return the display name of a controller.
+
+    >>> label("confidence >= 0.5, K <= 24"), label("cost-aware")
+    ('confidence >= 0.5 (as p_min in llama.cpp)', 'cost-aware')
+    """
+    if policy.startswith("confidence"):
+        return policy.partition(",")[0] + " (as p_min in llama.cpp)"
+    return LABELS.get(policy, policy)
+
+
+def _label_machine(name: str) -> str:
+    return name if name == THIS_MACHINE else f"{name} (simulated)"
+
+
+def controller_speeds(study: ControllerStudy) -> pd.DataFrame:
+    """Return the live speeds of plain decoding and every controller, fastest first.
+
+    Columns: controller, drafter, tokens_per_s, speedup and over_fastest with intervals over prompts,
+    predicted (the same speedup in a replay; missing for the router), acceptance_rate, tau,
+    identical (prompts whose text equals plain decoding), n_prompts.
+    """
+    record, _ = study
+    by = ["drafter", "policy"]
+    live = [g for g in record.generations if g.k]
+    rows = live_rows(record)  # the plain ones come first
+    policies = [g.controller or (FIXED if g.drafter in record.measurements["c"] else ROUTER) for g in live]
+    rows["policy"] = [PLAIN] * (len(rows) - len(live)) + policies
+    rows = rows[rows["prompt_id"].isin([g.prompt_id for g in live])]
+    table = baseline(record).over(speed_table(rows, by))
+    replays = live_check(study).groupby(by)[["plain_s", "seconds"]].sum()
+    table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
+    table["controller"] = table["policy"].map(label)
+    table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all of them")
+    ratios = ["speedup", "low", "high", "over_fastest", "over_fastest_low", "over_fastest_high"]
+    counts = ["acceptance_rate", "tau", "identical", "n_prompts"]
+    table = table.sort_values("speedup", ascending=False, ignore_index=True)
+    return table[["controller", "drafter", "tokens_per_s", *ratios, "predicted", *counts]]
+
+
+def draw_live(table: pd.DataFrame) -> go.Figure:
+    """Draw the speedups of `controller_speeds`, and the speed of the fastest plain decoding."""
+    rows = table[table["controller"] != PLAIN]
+    best = rows.iloc[0]
+    title = (
+        f"Live, {best['controller']} ({best['drafter']}) is fastest: {best['speedup']:.2f} times plain decoding<br>"
+        f"in the same engine, {best['over_fastest']:.2f} times the fastest plain decoding"
+    )
+    figure = dots(rows, x="speedup", y="controller", by="drafter", **error_bars(rows, axis="x"))
+    fastest = best["speedup"] / best["over_fastest"]
+    figure.add_vline(fastest, line_dash="dot")
+    axis = "live speedup over plain decoding in the same engine<br>(dotted: fastest plain decoding of the same weights)"
+    return dress(figure, "worst", title_text=title, xaxis_title_text=axis)
 
 
 def against_best(record: RunRecord) -> pd.DataFrame:
     """Return the speed of each policy relative to the best fixed K.
 
     Index machine, drafter, policy; one column per content. The best K is chosen in hindsight for
-    each content, and may be 0 (plain decoding). Two more rows hold that K and its speed-up: on this
-    machine over the record's `baseline`, and in a third row over plain decoding in the same engine.
+    each content, and may be 0 (plain decoding). Two more rows hold that K and its predicted speedup
+    over plain decoding in the same engine.
     """
-    rows = pd.DataFrame(record.measurements["replay"])
+    rows = _replay_rows(record)
     is_best = rows["kind"] == "fixed"
     best = rows[is_best]
-    here = best["machine"] == THIS_MACHINE
     # the best fixed K is the first row of each case
     shares = rows["speedup"] / rows.groupby(["machine", "drafter", "content"])["speedup"].transform("first")
+    best_k = best["policy"].str.removeprefix("best fixed K = ").astype(float)
     rows = pd.concat(
         [
-            best.assign(
-                policy="best fixed K", speedup=best["policy"].str.removeprefix("best fixed K = ").astype(float)
-            ),
-            best.assign(policy=SPEEDUP, speedup=best["speedup"].mask(here, best["speedup"] * baseline(record).share)),
-            best[here].assign(policy=SAME_ENGINE),
+            best.assign(policy="best fixed K", speedup=best_k),
+            best.assign(policy=BEST_SPEEDUP),
             rows.assign(speedup=shares)[~is_best],
         ]
     ).sort_index(kind="stable")
@@ -262,27 +344,49 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
 
 
-def routed(record: RunRecord) -> pd.DataFrame:
-    """Compare the router with the best drafter at its best K and with plain decoding.
+def _replay_rows(record: RunRecord) -> pd.DataFrame:
+    rows = pd.DataFrame(record.measurements["replay"])
+    return rows.assign(machine=rows["machine"].map(_label_machine))
 
-    One row per machine and content; the best is chosen in hindsight. `of the best` and `over plain`
-    are ratios of times, with intervals over paired texts; `drafted by` counts rounds by arm.
+
+def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
+    """Return the rows of a machine in `against_best`, with display names."""
+    names = {
+        policy: policy if "best fixed K" in policy else f"relative speed: {label(policy)}"
+        for policy in share.index.unique("policy")
+    }
+    return share.loc[machine].rename(index=names, level="policy").rename(index=readable, level="drafter").round(2)
+
+
+def routed(record: RunRecord) -> pd.DataFrame:
+    """Compare the router with the best drafter at its best K, and with plain decoding, in a replay.
+
+    One row per machine and content; the best is chosen in hindsight. `predicted, over the best` and
+    `predicted speedup` (over plain decoding in the same engine) are ratios of times, with intervals
+    over paired texts. `rounds drafted by` counts rounds.
     """
     rows = []
     for row in record.measurements["routed"]:
         rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
-        ratios = [f"{Estimate(*interval([*pairs], rate), len(row['seconds'])):.2f}" for pairs in rivals]
-        drafted_by = ", ".join(f"{arm or 'none'} {n}" for arm, n in sorted(row["arms"].items()))
-        rows.append((row["machine"], row["content"], row["best"], *ratios, drafted_by))
-    columns = ["machine", "content", "best", "of the best", "over plain", "drafted by"]
-    return pd.DataFrame(rows, columns=columns).set_index(columns[:2])
+        over_best, speedup = (Estimate(*interval([*pairs], rate), len(row["seconds"])) for pairs in rivals)
+        drafted_by = ", ".join(f"{_label_arm(arm)} {n}" for arm, n in sorted(row["arms"].items()))
+        drafter, _, k = row["best"].rpartition(", K = ")
+        best = PLAIN if k == "0" else f"{readable(drafter)}, K = {k}"
+        machine = _label_machine(row["machine"])
+        rows.append((machine, row["content"], f"{speedup:.2f}", f"{over_best:.2f}", best, drafted_by))
+    columns = ["predicted speedup", "predicted, over the best", "the best in hindsight", "rounds drafted by"]
+    return pd.DataFrame(rows, columns=["machine", "content", *columns]).set_index(["machine", "content"])
+
+
+def _label_arm(arm: str) -> str:
+    return readable(arm) if arm else PLAIN
 
 
 def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     """Return one row per round of the router, for all texts in sequence.
 
     Columns: token (position), n (committed tokens), steps (time in plain steps), arm, content, and
-    speed relative to plain decoding over about the last 24 tokens.
+    speed relative to plain decoding over about the last WINDOW tokens.
     """
     record, trace = study
     costs = {name: machines(cost_of(record, name))[machine] for name in record.measurements["c"]}
@@ -292,33 +396,36 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
             n = step.n_accepted + 1
-            rows.append((start + step.at, n, seconds / step_s, arm or "none", _kind(text.recording)))
+            rows.append((start + step.at, n, seconds / step_s, _label_arm(arm), _kind(text.recording)))
         start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
-    first = np.searchsorted(sums["n"], sums["n"] - 24)
+    first = np.searchsorted(sums["n"], sums["n"] - WINDOW)
     window = sums - sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
-    return frame.assign(speed=window["n"] / window["steps"])
+    # The first token of a text comes from the prefill, in no time.
+    return frame.assign(speed=window["n"] / window["steps"])[window["steps"] > 0]
 
 
-def mixed_stream(frame: pd.DataFrame, *, title: str) -> go.Figure:
+def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
     """Draw the relative speed along the stream, with the contents and the arm of each round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLORS[0])
-    arms_below = px.scatter(frame, x="token", y=frame["arm"].map(readable), **looks("arm", sorted(frame["arm"]), by=()))
+    arms_below = px.scatter(frame, x="token", y="arm", **looks("arm", sorted(frame["arm"]), by=()))
     arms_below.update_traces(marker_symbol="line-ns-open", marker_size=8)
     figure.add_traces(arms_below.data, rows=2, cols=1)
     _name_contents(figure, frame, row=1, col=1)
-    return dress(figure, "mixed_stream", title=title)
+    speedup = frame["n"].sum() / frame["steps"].sum()
+    title = f"Through all texts, the router is predicted to be {speedup:.2f} times as fast as plain decoding"
+    return dress(figure, "mixed_stream", title=f"{title}<br>on: {_label_machine(machine)}", margin_t=130)
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
     """Return each policy's worst content, and its speed there relative to the best fixed K.
 
-    One row per machine, drafter and policy. `low` and `high` bound the interval over the texts of
-    that content, paired with the same texts at the best K.
+    One row per machine, drafter and policy, without the switching conversation. `low` and `high`
+    bound the interval over the texts of that content, paired with the same texts at the best K.
     """
-    rows = against_best(record).drop(["best fixed K", SPEEDUP, SAME_ENGINE, "oracle"], level="policy")
+    rows = against_best(record).drop(["best fixed K", BEST_SPEEDUP, "oracle"], level="policy")
     contents = rows.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
     seconds = _seconds(record)
@@ -326,27 +433,37 @@ def worst(record: RunRecord) -> pd.DataFrame:
         pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(["fixed", policy])
         _, *ends = interval(pairs, rate)
         table.loc[(machine, drafter, policy), ["low", "high"]] = ends
-    return table.join(rows.filter([SWITCHING]))
+    return table
 
 
 def _seconds(record: RunRecord) -> pd.DataFrame:
     """Return lists of seconds per text: index machine, drafter, content; columns policies."""
-    rows = pd.DataFrame(record.measurements["replay"])
+    rows = _replay_rows(record)
     rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
     return rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")
 
 
 def draw_worst(table: pd.DataFrame) -> go.Figure:
-    """Draw the table `worst`: one mark per machine."""
+    """Draw the table `worst`: one row per controller and drafter, sorted, one mark per machine."""
     rows = table.reset_index()
-    rows["policy"] += ", " + rows["drafter"].map(readable)
-    rows = rows.sort_values(["drafter", "policy"])
-    return dress(dots(rows, x="worst", y="policy", by="machine", **error_bars(rows, "worst", axis="x")), "worst")
+    lookup = rows["drafter"].str.startswith("lookup")
+    # On a simulated machine, c is that of a small draft model.
+    rows["method"] = rows["policy"].map(label) + ", " + rows["drafter"].map(readable).where(lookup, "draft model")
+    rows["least"] = rows.groupby("method")["worst"].transform("min")
+    rows = rows.sort_values("least", ascending=False, kind="stable")
+    least = rows.groupby("policy")["worst"].min()
+    title = (
+        f"On every content and machine, {label(least.idxmax())} has {least.max():.0%} of the best fixed K's speed<br>"
+        f"or more; {label(least.idxmin())} has as little as {least.min():.0%}"
+    )
+    figure = dots(rows, x="worst", y="method", by="machine", **error_bars(rows, "worst", "x"))
+    return dress(figure, "worst", title_text=title)
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:
-    """Compare every live generation with its replay.
+    """Compare every live generation with its replay, except the router's.
 
+    `seconds` and `plain_s` are predicted, for this run and for plain decoding.
     `same` is True if rounds, drafted and accepted are equal. Both are greedy and start with a new
     controller per prompt. With lookup they are equal, unless the live text diverged from plain
     decoding at a near-tie (`same_text` is then False). A draft model whose passes over two tokens
@@ -358,12 +475,14 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     forks = study.record.measurements["draft_forks"]
     near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}
     rows = []
-    for live in (g for g in generations if g.k):
-        counts = counts_of(*_walk(study.trace, live, cost_of(study.record, live.drafter)))
+    for live in (g for g in generations if g.k and g.drafter in study.record.measurements["c"]):
+        cost = cost_of(study.record, live.drafter)
+        counts = counts_of(*_walk(study.trace, live, cost))
         measured = {"rounds": len(live.rounds), "drafted": live.total_draft_tokens, "accepted": live.accepted_tokens}
         rows.append(
-            {"content": live.category, "drafter": live.drafter, "policy": live.controller}
+            {"content": live.category, "drafter": live.drafter, "policy": live.controller or FIXED}
             | measured
+            | {"seconds": counts.seconds(cost), "plain_s": live.n_decoded * cost.step_s}
             | {
                 "same": measured.items() <= counts._asdict().items(),
                 "same_text": live.token_ids == plain_text_of(generations, live).token_ids,
@@ -381,7 +500,7 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if _switches(r)]
     if not recordings:
         raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
-    fresh = controllers(cost_of(study.record, drafter), recordings[0].k_max)
+    fresh = controllers(cost_of(study.record, drafter), recordings[0])
     rows = []
     start = 0
     for recording in recordings:
@@ -392,15 +511,19 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     return pd.DataFrame(rows, columns=["policy", "token", "k", "content"])
 
 
-def k_over_time(frame: pd.DataFrame, *, title: str) -> go.Figure:
+def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
     """Draw the draft tokens of each round over the position, with the contents above."""
-    figure = px.line(frame, x="token", y="k", line_shape="hv", **looks("policy", frame["policy"], by=["line_dash"]))
+    named = frame.assign(policy=frame["policy"].map(label))
+    figure = px.line(named, x="token", y="k", line_shape="hv", **looks("policy", named["policy"], by=["line_dash"]))
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
-    return dress(figure, "k_over_time", title=title)
+    medians = frame.groupby("policy", sort=False)["k"].median()
+    title = ", ".join(f"{policy} {k:g}" for policy, k in medians.items())
+    title = f"Median draft length as the content switches: {title}<br>(drafter {readable(drafter)}, this machine)"
+    return dress(figure, "k_over_time", title=title, margin_t=130)
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
-    """Draw a line where each content begins, labeled above at two alternating heights."""
+    """Draw a line where each content begins, labeled above at three alternating heights."""
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
         figure.add_vline(
             start.token,
@@ -409,7 +532,7 @@ def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
             line_width=1,
             annotation_text=start.content,
             annotation_font_size=11,
-            annotation_y=1 + 0.06 * (at % 2),
+            annotation_y=1 + 0.06 * (at % 3),
             annotation_yref="y domain",
             annotation_yanchor="bottom",
             **panel,

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 from specnb.book import claims
@@ -56,15 +57,27 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
     assert [g.prompt_id for g in plain] == [*texts, "code-01", "prose-01"]  # the last two next to live runs
     assert len(study.trace.recordings) == 8 * 2
     check = adaptive_k.live_check(study)
-    assert len(check) == 2 * 2 * 4 and set(check["content"]) == {"code", "prose"}
+    assert len(check) == 2 * (4 + 5) and set(check["content"]) == {"code", "prose"}  # lookup has no confidence
     lookup = check[check["drafter"].str.startswith("lookup")]
     assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
+def test_every_controller_and_the_router_also_run_live(study):
+    speeds = adaptive_k.controller_speeds(study)
+    assert len(speeds) == 1 + 4 + 5 + 1 and (speeds["n_prompts"] == 2).all() and (speeds["identical"] == 2).all()
+    assert speeds["speedup"].is_monotonic_decreasing and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
+    assert set(speeds.loc[speeds["predicted"].isna(), "controller"]) == {"plain decoding", "router"}
+    assert speeds["low"].isna().all()  # too few prompts for an interval
+    assert sum(len(trace.x) for trace in adaptive_k.draw_live(speeds).data) == 10
+
+
 def test_speeds_are_relative_to_the_best_fixed_k_and_oracles_are_no_slower(study):
     share = adaptive_k.against_best(study.record)
-    assert len(share) == (1 + len(NAMED)) * 2 * (2 + 4 + 1) + 2
-    assert set(share.index.levels[0]) == {THIS_MACHINE, *NAMED}
+    assert len(share) == (1 + len(NAMED)) * ((2 + 4 + 1) + (2 + 5 + 1))
+    assert set(share.index.levels[0]) == {THIS_MACHINE, *(f"{name} (simulated)" for name in NAMED)}
+    assert len(adaptive_k.show_machine(share, THIS_MACHINE)) == 15
+    worst = adaptive_k.worst(study.record)
+    assert sum(len(trace.x) for trace in adaptive_k.draw_worst(worst).data) == len(worst)
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it adapts K to each position
 
@@ -92,14 +105,16 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
     assert adaptive_k.routed(record).shape == (len(rows), 4)
     frame = adaptive_k.stream(study, THIS_MACHINE)
     assert frame["token"].is_monotonic_increasing and frame["n"].sum() >= tokens and (frame["speed"] > 0).all()
-    assert len(adaptive_k.mixed_stream(frame, title="x").data) == 1 + frame["arm"].nunique()
+    assert np.isfinite(frame["speed"]).all()  # JSON has no infinity
+    assert len(adaptive_k.mixed_stream(frame, THIS_MACHINE).data) == 1 + frame["arm"].nunique()
 
 
 def test_one_controller_processes_all_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = adaptive_k.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
     assert frame.groupby("policy")["token"].is_monotonic_increasing.all() and frame["token"].max() > 3 * 24
-    assert [line.name for line in adaptive_k.k_over_time(frame, title="K").data] == ["rolling acceptance", "cost-aware"]
+    names = [line.name for line in adaptive_k.k_over_time(frame, drafter).data]
+    assert names == ["rolling acceptance (field report)", "cost-aware"]
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
         adaptive_k.trajectory(without, drafter, ["cost-aware"])

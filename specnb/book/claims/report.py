@@ -17,19 +17,10 @@ from specnb.io import project_dir, read_json
 LONGEST = 64
 """The largest candidate for the fastest K."""
 SHOWN = [
-    "setting",
-    "k",
-    "acceptance_rate",
-    "tau",
-    "round_ms",
-    "speedup",
-    "speedup_low",
-    "speedup_high",
-    "predicted",
-    "predicted_low",
-    "predicted_high",
-    "over_fastest",
-    "n_prompts",
+    *("setting", "k", "tokens_per_s", "speedup", "speedup_low", "speedup_high"),
+    *("over_fastest", "over_fastest_low", "over_fastest_high"),
+    *("predicted", "predicted_low", "predicted_high"),
+    *("acceptance_rate", "tau", "round_ms", "n_prompts"),
 ]
 """Columns of `read_small` for display."""
 
@@ -75,8 +66,8 @@ def fit_line(table: pd.DataFrame) -> RoundLine:
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     """Return the rows of `read_runs` with the line's predictions; NaN for another drafter.
 
-    error is relative. alpha is the constant acceptance rate that gives a row's tau; best_k is the
-    fastest K up to LONGEST for that alpha.
+    error is relative. best_k is the fastest K up to LONGEST for the constant acceptance rate that
+    gives a row's tau.
     """
     same = table["content"] != "self"
     ks = np.arange(LONGEST + 1)
@@ -86,11 +77,9 @@ def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"],
         implied_c=table["implied_c"],
-        in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"],
         predicted=predicted,
         error=predicted / table["tokens_per_s"] - 1,
-        alpha=alphas,
         best_k=pd.Series(best_k, table.index, "Int64").where(same),
     )
 
@@ -132,13 +121,15 @@ def read_small() -> pd.DataFrame:
     """Return the results of tests/benchmarks/report_pair.py: one row per setting and K (0: plain).
 
     speedup and predicted, with their intervals, are over plain decoding in the same setting;
-    over_fastest is over the fastest of all settings, which have the same weights.
+    over_fastest is over the fastest of all settings, which have the same weights. Its interval does
+    not include the uncertainty of the ratio between the settings.
     """
     table = pd.DataFrame(read_json(project_dir() / "data" / "report" / "small.json")["rows"])
-    fastest = table.loc[table["k"] == 0, "tokens_per_s"].max()
-    return table.assign(
-        round_ms=1000 * table["tau"] / table["tokens_per_s"], over_fastest=table["tokens_per_s"] / fastest
-    )
+    table["round_ms"] = 1000 * table["tau"] / table["tokens_per_s"]
+    share = table["tokens_per_s"] / table["speedup"] / table.loc[table["k"] == 0, "tokens_per_s"].max()
+    for end in ("", "_low", "_high"):
+        table[f"over_fastest{end}"] = table[f"speedup{end}"] * share
+    return table
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
