@@ -5,7 +5,6 @@ the runs measure it.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,17 +20,20 @@ from specnb.draft.model import ModelDrafter, fit_drafter
 from specnb.draft.token_map import Translation
 from specnb.draft.translate import TokenIntersection
 from specnb.errors import InputError
+from specnb.io import plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.measure.bench import rotate
 from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.experiment import Experiment, Progress, prompts_of, silent
-from specnb.measure.intervals import NORMAL, wilson
+from specnb.measure.intervals import NORMAL, interval, pays, rate_ratio, wilson
 from specnb.params import CompatibilityParams
 from specnb.records import Generation, RunRecord, pool_rounds
 
 EXPERIMENT = "03_compatibility"
 OWN_VOCABULARY = "its own"
 """Name of the draft model's own vocabulary in a record."""
+PLAIN = "plain decoding"
 
 
 def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersection:
@@ -47,13 +49,14 @@ def with_vocabulary(model: LanguageModel, family: Description) -> TokenIntersect
 
 
 def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> RunRecord:
-    """Generate each prompt plainly, and with `draft_model` in each vocabulary.
+    """Generate each prompt plainly, and with `draft_model` in each vocabulary, in rotating order.
 
     The vocabularies are its own, and those of `draft` and `families`; names with weights run as
     models. `measurements["trial"]` has a row for each: the translation, the overlap, predicted and
     measured acceptance, and `rate_needed`, the acceptance rate above which drafting pays here.
     `in_reach` is the share of generated tokens that could be drafted, and `tau_bound` the resulting
-    upper bound on `tau`. `same_text` is None above temperature 0. Raises what `specnb.load`,
+    upper bound on `tau`. `same_text` is None above temperature 0. `speedup` is live, over plain
+    decoding in the same engine, with its interval over prompts. Raises what `specnb.load`,
     `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
@@ -64,14 +67,6 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     families = {name: describe(name) for name in names if not opens(name)}
     if absent := [name for name, family in families.items() if family.vocab is None]:
         raise InputError(f"no vocabulary available for {absent[0]}: give a name from data/vocab, or a file")
-    total = len(study.chosen) * (2 + len(names))
-
-    def generate_all(name: str, **drafting: Any) -> list[Generation]:
-        for prompt in study.chosen:
-            progress(len(generations), total, f"{prompt.id}, {name}")
-            generations.append(study.decode(prompt, temperature=params.temperature, **drafting))
-        return generations[-len(study.chosen) :]
-
     with study:
         target = study.target = study.opened(load(params.target))
         with_weights = [params.draft_model, *(name for name in names if name not in families)]
@@ -79,12 +74,24 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         study.drafters = list(map(ModelDrafter, models.values()))
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
-        plain = generate_all("plainly")
-        quality = None
+        drafters = {}
         for name in (OWN_VOCABULARY, *names):
             model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
-            drafter = fit_drafter(model, target)
-            drafted = generate_all(name, drafter=drafter, k=params.k)
+            drafters[name] = fit_drafter(model, target)
+        runs = {name: [] for name in (PLAIN, *drafters)}
+        order = rotate(list(runs), len(study.chosen))
+        for _, index, name in order:
+            prompt = study.chosen[index]
+            progress(len(generations), len(order), f"{prompt.id}, {name}")
+            drafting = {"drafter": drafters[name], "k": params.k} if name in drafters else {}
+            generations.append(study.decode(prompt, temperature=params.temperature, **drafting))
+            runs[name].append(generations[-1])
+        quality = None
+        for name, drafter in drafters.items():
+            drafted = runs[name]
+            pairs = [*zip(drafted, runs[PLAIN], strict=True)]
+            times = [(g.n_decoded, g.decode_s, p.n_decoded, p.decode_s) for g, p in pairs]
+            speed = interval(times, rate_ratio)
             fit = drafter.translation
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # without translation: the draft model's quality
@@ -95,8 +102,8 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             tokens = [token for g in drafted for token in g.token_ids]
             can_draft = getattr(drafter.model, "can_draft", None)
             in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft else 1.0
-            same_text = all(g.token_ids == p.token_ids for g, p in zip(drafted, plain, strict=True))
-            rows.append({
+            same_text = all(g.token_ids == p.token_ids for g, p in pairs)
+            row = {
                 "vocabulary": name,
                 "text_shared": reach,
                 "translated": str(fit.way) if fit else "not needed",
@@ -108,7 +115,12 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
                 "tau_bound": bound(in_reach, params.k),
                 "same_text": None if params.temperature else same_text,
                 "rate_needed": needed,
-            })  # fmt: skip
+                "speedup": speed.value,
+                "low": speed.low,
+                "high": speed.high,
+                "verdict": pays(speed.low, speed.high),
+            }
+            rows.append(plain(row, nan=None))
         return study.record()
 
 
@@ -180,13 +192,15 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
             marker_line_width=1,
         )
     side = 180 + 38 * len(names)
-    return dress(figure, "verdicts", width=side + 120, height=side + 60, xaxis_categoryarray=names)
+    title = f"{fits.sum()} of {len(matrix)} ordered pairs need no translation"
+    return dress(figure, "verdicts", width=side + 120, height=side + 60, xaxis_categoryarray=names, title_text=title)
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     """Draw the acceptance rate over the share of a text's tokens that both vocabularies have.
 
-    Open circles are predictions, from the run of the same draft model in its own vocabulary.
+    Open circles are predictions, from the run of the same draft model in its own vocabulary. The
+    dashed line is its `rate_needed`.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
     drawn[["low", "high"]] = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
@@ -199,7 +213,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         template=template(),
         **error_bars(drawn, "acceptance_rate"),
     ).update_traces(
-        name="measured, with the interval of its counts", marker_size=11, showlegend=True, textposition="middle right"
+        name="measured, 95 % interval of its counts", marker_size=11, showlegend=True, textposition="middle right"
     )
     figure.add_scatter(
         x=drawn["text_shared"],
@@ -209,7 +223,13 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         marker_symbol="circle-open",
         marker_size=17,
         marker_color="#444",
-        name="predicted from the draft as it is",
+        name="predicted from the first row",
     )
-    figure.update_xaxes(range=[drawn["text_shared"].min() - 0.01, 1.0099])
-    return dress(figure, "overlap_against_acceptance")
+    ends = [drawn["text_shared"].min() - 0.01, 1.0099]
+    needed = trial["rate_needed"].iloc[0]
+    figure.add_scatter(x=ends, y=[needed, needed], mode="lines", line=STYLE["line"], name="rate needed to break even")
+    figure.update_xaxes(range=ends)
+    is_own = drawn["vocabulary"] == OWN_VOCABULARY
+    own, others = (drawn.loc[of, "acceptance_rate"] for of in (is_own, ~is_own))
+    shares = f"{own.max():.0%} of draft tokens in its own vocabulary, {others.min():.0%} to {others.max():.0%} in others"
+    return dress(figure, "overlap_against_acceptance", title_text=f"Accepted: {shares}")

@@ -141,24 +141,31 @@ class Report(NamedTuple):
             return ""
         best = predict(self.reach, k)
         return (
-            f"Of an ordinary text's tokens {self.reach:.1%} can be drafted. At K = {k} a draft that is never wrong "
-            f"about them has {best.acceptance_rate:.0%} accepted and {best.tau:.2f} tokens a target call; one that is "
-            f"right about a token with chance a, in the target's own tokens, has alpha = {self.reach:.3f} a."
+            f"Of an ordinary text's tokens, {self.reach:.1%} can be drafted. At K = {k}, a draft model that predicts "
+            f"all of them correctly has {best.acceptance_rate:.0%} of its draft tokens accepted, with {best.tau:.2f} "
+            f"tokens per target forward pass. If it predicts a token with probability a, alpha = {self.reach:.3f} a."
         )
+
+    def why(self) -> str:
+        """Return the reason for the verdict in words."""
+        if self.ids is None:
+            return "a tokenizer is not available"
+        if self.way is Translation.NONE:
+            return "the tokens cannot be translated"
+        n = self.ids.n_different
+        return f"{n:,} ids mean other texts" if n else "every id that both have means the same"
 
     def summary(self) -> str:
         """Return the verdict in a sentence, with the overlap."""
         o = self.overlap
         memory = f" From memory, without a document: {', '.join(self.from_memory)}." if self.from_memory else ""
         if o is None:
-            return f"{self.draft} for {self.target}: {self.verdict}; a tokenizer is not available.{memory}"
+            return f"{self.draft} for {self.target}: {self.verdict}; {self.why()}.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
-        n = self.ids.n_different
-        ids = f"{n:,} ids mean other texts" if n else "every id that both have means the same"
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
         others = [f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS]
         but = f" Apart from the tokens: {'; '.join(others)}." if others else ""
-        return f"{self.draft} for {self.target}: {self.verdict}{by}; {ids}; {shared}.{but}{memory}"
+        return f"{self.draft} for {self.target}: {self.verdict}{by}; {self.why()}; {shared}.{but}{memory}"
 
 
 def check(target: Description, draft: Description) -> Report:
@@ -211,6 +218,7 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
             "draft": report.draft,
             "verdict": str(report.verdict),
             "way": report.way and str(report.way),
+            "why": f"{report.why()}; llama.cpp: {report.llama_cpp.reason}",
             "first_difference": ids and ids.first_difference,
             "n_different": ids and ids.n_different,
             "share_target": overlap and overlap.of_target,
@@ -413,7 +421,7 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
     for token, (a, b) in enumerate(zip_longest(*pieces, fillvalue=b""), FIRST_TEXT):
         if a != b:
             return Opinion(False, f"token {token} is {a!r} and {b!r}")
-    return Opinion(True, f"type, added BOS and EOS, sizes and texts from id {FIRST_TEXT} agree")
+    return Opinion(True, f"type, added BOS and EOS, sizes, and texts from id {FIRST_TEXT} on agree")
 
 
 def _transformers(target: Description, draft: Description) -> Opinion:
