@@ -19,7 +19,8 @@ def test_a_line_fit_to_six_code_rows_predicts_the_held_out_prose_rows(table):
     line, card = report.fit_line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
     rows = report.compare_with_line(table, line)
-    code, prose = (rows[rows["content"] == content] for content in ("code", "prose"))
+    code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
+    assert set(code["content"]) == {"code"}
     assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
     assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
     assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()

@@ -65,7 +65,9 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
 def test_every_controller_and_the_router_also_run_live(study):
     speeds = adaptive_k.controller_speeds(study)
     assert len(speeds) == 1 + 4 + 5 + 1 and (speeds["n_prompts"] == 2).all() and (speeds["identical"] == 2).all()
-    assert speeds["speedup"].is_monotonic_decreasing and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
+    assert (
+        speeds["speedup"].is_monotonic_decreasing and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
+    )
     assert set(speeds.loc[speeds["predicted"].isna(), "controller"]) == {"plain decoding", "router"}
     assert speeds["low"].isna().all()  # too few prompts for an interval
     assert sum(len(trace.x) for trace in adaptive_k.draw_live(speeds).data) == 10

@@ -66,8 +66,8 @@ def fit_line(table: pd.DataFrame) -> RoundLine:
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     """Return the rows of `read_runs` with the line's predictions; NaN for another drafter.
 
-    error is relative. best_k is the fastest K up to LONGEST for the constant acceptance rate that
-    gives a row's tau.
+    error is relative. alpha is the constant acceptance rate that gives a row's tau; best_k is the
+    fastest K up to LONGEST for that alpha.
     """
     same = table["content"] != "self"
     ks = np.arange(LONGEST + 1)
@@ -77,9 +77,11 @@ def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"],
         implied_c=table["implied_c"],
+        in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"],
         predicted=predicted,
         error=predicted / table["tokens_per_s"] - 1,
+        alpha=alphas,
         best_k=pd.Series(best_k, table.index, "Int64").where(same),
     )
 
