@@ -12,6 +12,8 @@ MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
 PANELS = 4
 """Largest number of panels in a row."""
+ROWS_HEIGHT = 640
+"""Height of a figure with two rows of panels, in pixels."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
@@ -67,7 +69,10 @@ def speedup_over_k(
     figure.update_yaxes(title_text="speedup (plain = 1)", col=1)
     if "lossless" in drawn and not drawn["lossless"].all():
         title += " (lossy: not the target's distribution)"
-    return dress(figure, "speedup_over_k", title_text=title + _busy_note(sweep))
+    figure = dress(figure, "speedup_over_k", title_text=title + _busy_note(sweep))
+    if sweep[panel].nunique() > PANELS:  # two rows; plotly counts them from the bottom
+        figure.update_xaxes(title_text="", row=2).update_layout(height=ROWS_HEIGHT, legend_y=-0.14)
+    return figure
 
 
 def draw_turns(table: pd.DataFrame) -> go.Figure:

@@ -231,5 +231,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(range=ends)
     is_own = drawn["vocabulary"] == OWN_VOCABULARY
     own, others = (drawn.loc[of, "acceptance_rate"] for of in (is_own, ~is_own))
-    shares = f"{own.max():.0%} of draft tokens in its own vocabulary, {others.min():.0%} to {others.max():.0%} in others"
+    shares = (
+        f"{own.max():.0%} of draft tokens in its own vocabulary, {others.min():.0%} to {others.max():.0%} in others"
+    )
     return dress(figure, "overlap_against_acceptance", title_text=f"Accepted: {shares}")

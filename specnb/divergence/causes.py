@@ -258,4 +258,3 @@ def rank(evidence: Evidence) -> list[Cause]:
 def _holds(fact: str, evidence: Evidence) -> bool:
     """Return whether a fact holds; a fact with the prefix "not " must not hold."""
     return bool(evidence.get(fact.removeprefix("not "))) != fact.startswith("not ")
-
