@@ -148,8 +148,8 @@ def _cost_of(tree: Tree) -> dict[str, float]:
         solve_chains()  # the first runs are warm-up
         errors = [(outputs[:, path] - recurrent(*(x[:, path] for x in tokens), state)[0]).abs().max() for path in paths]
         times = [(timeit(solve, number=1), timeit(solve_chains, number=1)) for _ in range(REPEATS)]
+    names = [f"{name}_ms{end}" for name in ("solve", "chains") for end in ("", "_low", "_high")]
+    quantiles = 1e3 * np.quantile(times, (0.5, 0.25, 0.75), axis=0)
     columns = {"depth": max(map(len, paths)), "paths": len(paths)}
-    for name, seconds in zip(("solve_ms", "chains_ms"), zip(*times, strict=True), strict=True):
-        low, middle, high = 1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))
-        columns |= {name: middle, f"{name}_low": low, f"{name}_high": high}
+    columns |= dict(zip(names, quantiles.T.ravel(), strict=True))
     return columns | {"max_error": max(errors).item()}

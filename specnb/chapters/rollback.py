@@ -83,9 +83,8 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
             drafter = study.open_drafter(name)
             methods = {str(k): partial(plainly, drafter=drafter, k=k) for k in params.ks}
             table = compare({PLAIN: plainly} | methods, groups[0].prompts, baseline=PLAIN)[1:]
-            table.insert(0, "k", table.pop("method").astype(int))
-            table.insert(0, "rollback", study.target.caps.rewind)
-            study.measured["drafters"] += _records(table.assign(name=drafter.name))
+            row = {"drafter": drafter.name, "k": params.ks, "rollback": study.target.caps.rewind}
+            study.measured["drafters"] += _records(table.drop(columns="method").assign(**row))
         # 2. The oracle, with every strategy.
         for done, (k, rate) in enumerate(cells, start=1):
             progress(done, len(cells) + 1, f"oracle drafts, K = {k}, {rate:.0%} right")
@@ -189,12 +188,10 @@ def _with_oracle(groups: Sequence[_Group], k: int, rate: float) -> pd.DataFrame:
     fastest = table["method"][table["tokens_per_s"].where(is_plain).idxmax()]
     over = tabulate_speeds(runs, baseline=fastest).set_index("method")[["speedup", "low", "high"]]
     over = over.set_axis(["over_fastest", "over_fastest_low", "over_fastest_high"], axis=1)
-    table = pd.concat([table.loc[:, :"high"].join(over, on="method"), table.loc[:, "tau":]], axis=1)
     # 3. Add rollback counts and memory.
     costs = pd.DataFrame({key: cost for group in groups for key, cost in group.costs(k).items()}).T
-    table = table.join(costs, on="method")
-    table.insert(0, "engine", table["method"].str.partition(": ")[0])
-    table["method"] = table["method"].str.partition(": ")[2]
+    table = table.join(over.join(costs), on="method")
+    table[["engine", "method"]] = table["method"].str.split(": ", expand=True)
     table.loc[table["method"] == CONTROL, over.columns] = None  # other weights
     return table[table["method"] != TWIN_PLAIN]
 
@@ -392,9 +389,7 @@ def strategies(record: RunRecord) -> pd.DataFrame:
 
 def drafters(record: RunRecord) -> pd.DataFrame:
     """Return one row per K for prompt lookup and the draft model, on the first target."""
-    frame = pd.DataFrame(record.measurements["drafters"])
-    frame.insert(0, "drafter", frame.pop("name").map(readable))
-    return frame
+    return pd.DataFrame(record.measurements["drafters"]).set_index(["drafter", "k"]).rename(readable, level=0)
 
 
 def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
