@@ -152,6 +152,8 @@ class Report(NamedTuple):
             return "a tokenizer is not available"
         if self.way is Translation.NONE:
             return "the tokens cannot be translated"
+        if self.way is Translation.SAME:
+            return "all ids mean the same"
         n = self.ids.n_different
         return f"{n:,} ids mean other texts" if n else "every id that both have means the same"
 
