@@ -60,7 +60,6 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    generations = study.generations
     rows = []
     study.measured["trial"] = rows
     names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
@@ -80,12 +79,13 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             drafters[name] = fit_drafter(model, target)
         runs = {name: [] for name in (PLAIN, *drafters)}
         order = rotate(list(runs), len(study.chosen))
-        for _, index, name in order:
+        for done, (_, index, name) in enumerate(order):
             prompt = study.chosen[index]
-            progress(len(generations), len(order), f"{prompt.id}, {name}")
-            drafting = {"drafter": drafters[name], "k": params.k} if name in drafters else {}
-            generations.append(study.decode(prompt, temperature=params.temperature, **drafting))
-            runs[name].append(generations[-1])
+            progress(done, len(order), f"{prompt.id}, {name}")
+            drafter = drafters.get(name)
+            run = study.decode(prompt, temperature=params.temperature, drafter=drafter, k=params.k)
+            runs[name].append(run)
+            study.generations.append(run)
         quality = None
         for name, drafter in drafters.items():
             drafted = runs[name]
@@ -208,7 +208,6 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         drawn,
         x="text_shared",
         y="acceptance_rate",
-        hover_data=["translated", "accepted", "drafted"],
         text="vocabulary",
         template=template(),
         **error_bars(drawn, "acceptance_rate"),
@@ -229,9 +228,4 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     needed = trial["rate_needed"].iloc[0]
     figure.add_scatter(x=ends, y=[needed, needed], mode="lines", line=STYLE["line"], name="rate needed to break even")
     figure.update_xaxes(range=ends)
-    is_own = drawn["vocabulary"] == OWN_VOCABULARY
-    own, others = (drawn.loc[of, "acceptance_rate"] for of in (is_own, ~is_own))
-    shares = (
-        f"{own.max():.0%} of draft tokens in its own vocabulary, {others.min():.0%} to {others.max():.0%} in others"
-    )
-    return dress(figure, "overlap_against_acceptance", title_text=f"Accepted: {shares}")
+    return dress(figure, "overlap_against_acceptance")

@@ -31,13 +31,13 @@ class Verdict(StrEnum):
 
 
 VERDICTS = {
-    Translation.SAME: Verdict.DROP_IN,
-    Translation.SLICING: Verdict.SLICING,
-    Translation.TOKENS: Verdict.TRANSLATION,
-    Translation.NONE: Verdict.IMPOSSIBLE,
-    None: Verdict.UNKNOWN,
+    Translation.SAME: (Verdict.DROP_IN, "all ids mean the same"),
+    Translation.SLICING: (Verdict.SLICING, "every id that both have means the same"),
+    Translation.TOKENS: (Verdict.TRANSLATION, "{0.n_different:,} ids mean other texts"),
+    Translation.NONE: (Verdict.IMPOSSIBLE, "the tokens cannot be translated"),
+    None: (Verdict.UNKNOWN, "a tokenizer is not available"),
 }
-"""The verdict for each translation that `load_drafter` would use."""
+"""The verdict and its reason for each translation that `load_drafter` would use."""
 
 
 class Severity(IntEnum):
@@ -148,12 +148,7 @@ class Report(NamedTuple):
 
     def why(self) -> str:
         """Return the reason for the verdict in words."""
-        if self.ids is None:
-            return "a tokenizer is not available"
-        if self.way is Translation.NONE:
-            return "the tokens cannot be translated"
-        n = self.ids.n_different
-        return f"{n:,} ids mean other texts" if n else "every id that both have means the same"
+        return VERDICTS[self.way][1].format(self.ids)
 
     def summary(self) -> str:
         """Return the verdict in a sentence, with the overlap."""
@@ -189,7 +184,7 @@ def check(target: Description, draft: Description) -> Report:
     return Report(
         target.name,
         draft.name,
-        VERDICTS[way],
+        VERDICTS[way][0],
         way,
         overlap,
         ids,
