@@ -37,7 +37,7 @@ from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.gates import Checked, dead_steps, judge_gates
-from specnb.medusa.nets import Heads, backbone_of
+from specnb.medusa.nets import Backbone, Heads, backbone_of
 from specnb.medusa.recipe import PRESETS, Figures, Recipe, in_float32
 from specnb.medusa.train import lesson_of, time_step, train
 from specnb.medusa.tree import TimedTree, fastest_tree, tree_curve
@@ -64,7 +64,7 @@ class HeadsStudy(Experiment):
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target = self.opened(target)
         self.backbone = backbone_of(target)
-        self.loaded = {kind: load_kind(getattr(params, kind), kind, target) for kind in KINDS}
+        self.loaded = {kind: load_kind(getattr(params, kind), kind, self.backbone) for kind in KINDS}
         self.checked: dict[str, Checked] = {}
         self.trees: dict[str, list[TimedTree]] = {}
         folder = self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))
@@ -176,7 +176,8 @@ class HeadsStudy(Experiment):
         chosen = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
         if target.caps.dtype != "float32":
             target = self.opened(load(p.target, backend="hf", dtype="float32"))
-            loaded = {kind: load_kind(getattr(p, kind), kind, target) for kind in KINDS}
+            backbone = backbone_of(target)
+            loaded = {kind: load_kind(getattr(p, kind), kind, backbone) for kind in KINDS}
         decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
         expected = [decode(prompt) for prompt in chosen]
         rows = []
@@ -218,9 +219,9 @@ def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     return first, [prompt for of in by_category.values() for prompt in of[-judged:]]
 
 
-def load_kind(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
+def load_kind(name_or_path: str, kind: str, backbone: Backbone) -> tuple[Heads, LoadReport]:
     """Load trained heads. Raises InputError for another kind, and what the loader raises."""
-    heads, report = load_trained_heads(name_or_path, backbone_of(target))
+    heads, report = load_trained_heads(name_or_path, backbone)
     if heads.config.kind != kind:
         raise InputError(f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads")
     return heads, report

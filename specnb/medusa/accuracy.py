@@ -160,6 +160,17 @@ class Reference:
             progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
             self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
         self.states = [states_along(target, text) for text in self.plain]
+        self._chains: dict[Heads, list[Generation]] = {}
+
+    def chains(self, heads: Heads, progress: Progress = silent) -> list[Generation]:
+        """Return greedy generations with `heads`, one per prompt; each is generated once."""
+        chains = self._chains.setdefault(heads, [])  # also of `first`
+        drafter = HeadsDrafter(self.target, heads)
+        decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
+        for text in self.plain[len(chains) :]:
+            progress(len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}")
+            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        return chains[: len(self.plain)]
 
     def first(self, n: int) -> Self:
         """Return the reference of the first `n` prompts."""
@@ -196,12 +207,7 @@ class HeadsEvidence:
         self.heads = heads
         self.report = report
         self.log = report.log if report else ()
-        drafter = HeadsDrafter(reference.target, heads)
-        decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
-        self.chains = []
-        for done, text in enumerate(reference.plain):
-            progress(done, len(reference.plain), f"gates: chain {done + 1} of {len(reference.plain)}")
-            self.chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        self.chains = reference.chains(heads, progress)
 
     @cached_property
     def scores(self) -> list[Scores]:

@@ -85,7 +85,7 @@ def test_sound_heads_pass_and_every_fault_is_named(notebook):
 def test_a_short_training_starts_from_its_heads_and_does_not_change_them(notebook):
     resumed, scratch = notebook.resumed, notebook.scratch
     assert (resumed["steps"] == 12).all() and resumed["top1_before"].min() > 0.9 and scratch["top1_before"].max() == 0
-    again, _ = load_kind(notebook.params.medusa, "medusa", periodic.backbone_model())
+    again, _ = load_kind(notebook.params.medusa, "medusa", notebook.backbone)
     assert all(torch.equal(a, b) for a, b in zip(notebook.heads.parameters(), again.parameters(), strict=True))
     assert len(notebook.view.history) == 2 * 12 * 3
 
@@ -128,7 +128,7 @@ def test_the_record_has_every_section(notebook):
 
 def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(notebook, folders, monkeypatch):
     with pytest.raises(InputError, match="got hydra heads"):
-        load_kind(str(folders / "hydra"), "medusa", periodic.backbone_model())
+        load_kind(str(folders / "hydra"), "medusa", notebook.backbone)
     monkeypatch.setitem(notebook.study.checked, "medusa", notebook.checked)
     with pytest.raises(InputError, match="never loaded"):
         notebook.study.compare_trees("medusa")
