@@ -238,11 +238,11 @@ class HeadsEvidence:
 
     @cached_property
     def served(self) -> pd.DataFrame:
-        """alpha_k of the chains: position (from 1), alpha, low, high, kept (accepted), tested."""
+        """alpha_k of the chains: position (from 1), alpha, low, high, accepted, tested."""
         counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
         rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
-        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "accepted", "tested"])
 
 
 def count_ranks(scores: Sequence[Scores]) -> np.ndarray:
