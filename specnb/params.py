@@ -304,10 +304,10 @@ class MedusaParams(NotebookParams):
     prompts: str = ""
     categories: Categories = ["code", "edit", "prose"]
     prompts_per_category: Count = sized(1, 5, 8)
-    max_new_tokens: Annotated[int, Field(ge=4)] = sized(24, 32)
+    max_new_tokens: Annotated[int, Field(ge=4)] = sized(16, 32)
     identity_prompts: Count = sized(1, 3)
     """Number of prompts whose speculative output is compared with plain decoding in float32."""
-    rows: Tokens = sized(24, 48, 64)
+    rows: Tokens = sized(16, 48, 64)
     """Number of rows for training, and as many held-out rows; the target generates them."""
     row_tokens: Annotated[int, Field(ge=32)] = sized(32, 64)
     """Tokens in a row."""

@@ -4,12 +4,13 @@ The short runs have hundreds of times fewer steps than heads need. They show how
 and how the variants of an ablation compare, not the accuracy that heads can reach.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import pandas as pd
@@ -18,13 +19,14 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLORS, dots, dress, error_bars, looks
+from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
 from specnb.book.tables import NOTHING
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.io import file_digest, plain
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
+from specnb.lm.tree import COMMITTED
 from specnb.machine import Neighbours
 from specnb.measure.bench import Timed, interleaved, tabulate_speeds
 from specnb.measure.cost import CostCurve
@@ -37,9 +39,9 @@ from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.faults import Sound, vary_heads
 from specnb.medusa.gates import Checked, dead_steps, judge_gates
-from specnb.medusa.nets import Heads, backbone_of
+from specnb.medusa.nets import Backbone, Heads, backbone_of
 from specnb.medusa.recipe import PRESETS, Figures, Recipe, in_float32
-from specnb.medusa.train import lesson_of, time_step, train
+from specnb.medusa.train import lesson_of, train
 from specnb.medusa.tree import TimedTree, fastest_tree, tree_curve
 from specnb.params import MedusaParams
 from specnb.prompts import Prompt, prompts
@@ -48,8 +50,6 @@ from specnb.records import RunRecord
 REPEATS = 15
 """Number of timed drafts per median."""
 PLAIN, ALL = "plain", "all"
-PARTS = ("draft", "verify", "rewind", "other")
-"""Parts of a round's time."""
 
 
 class HeadsStudy(Experiment):
@@ -64,7 +64,7 @@ class HeadsStudy(Experiment):
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target = self.opened(target)
         self.backbone = backbone_of(target)
-        self.loaded = {kind: load_kind(getattr(params, kind), kind, target) for kind in KINDS}
+        self.loaded = {kind: load_kind(getattr(params, kind), kind, self.backbone) for kind in KINDS}
         self.checked: dict[str, Checked] = {}
         self.trees: dict[str, list[TimedTree]] = {}
         folder = self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))
@@ -112,12 +112,12 @@ class HeadsStudy(Experiment):
         return self.checked[kind]
 
     def compare_trees(self, kind: str) -> pd.DataFrame:
-        """Return the expected speed-up of the best tree of each size, for heads that passed.
+        """Predict the speed of the best tree of each size, for heads that passed.
 
         Accuracies are measured on the judged prompts; on training text they are higher. Columns:
-        nodes, depth, tokens (expected per round), seconds (per round), speedup (over plain decoding
-        in the same engine), low and high (interval over prompts). Raises InputError if a gate
-        failed.
+        nodes, depth, predicted_tau, predicted_ms (per round), predicted_speedup (over plain
+        decoding in the same engine), low and high (interval over prompts). Raises InputError if a
+        gate failed.
         """
         checked = self.checked[kind]
         if not checked.passed:
@@ -132,37 +132,40 @@ class HeadsStudy(Experiment):
         for plan, tokens, seconds in self.trees[kind]:
             expected = interval(by_prompt, lambda counts, plan=plan: plan.tokens(marginal(counts.sum(0))))
             gains = plain_s / seconds * np.array(expected)
-            rows[len(plan)] = (len(plan), plan.depth, tokens, seconds, *gains)
-        columns = ["nodes", "depth", "tokens", "seconds", "speedup", "low", "high"]
+            rows[len(plan)] = (len(plan), plan.depth, tokens, 1e3 * seconds, *gains)
+        columns = ["nodes", "depth", "predicted_tau", "predicted_ms", "predicted_speedup", "low", "high"]
         return pd.DataFrame(rows.values(), columns=columns)
 
     def fastest(self, kind: str) -> TimedTree:
         """Return the tree of at least one node with the most expected tokens per second."""
         return fastest_tree(self.trees[kind][1:])
 
-    def time(self, kind: str, progress: Progress = silent) -> pd.DataFrame:
-        """Time the heads with their fastest tree, interleaved with plain decoding.
+    def time(self, progress: Progress = silent) -> pd.DataFrame:
+        """Time plain decoding and both kinds of heads with their fastest trees, interleaved.
 
-        Columns: those of `tabulate_by_category`, with speed-ups over the baseline;
-        speedup_same_engine, over plain decoding of the target as opened; expected_tau and
-        expected_speedup; tau_needed, the break-even tau; busy.
+        One row per kind and category. Columns: kind, those of `tabulate_by_category` and
+        `Baseline.over`, predicted_speedup (over plain decoding in the same engine), predicted_tau,
+        busy.
         """
-        best = self.fastest(kind)
-        drafter = HeadsDrafter(self.target, self.loaded[kind][0], best.plan)
+        # 1. Run all methods on each prompt.
         decode = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, strict=True)
-        methods = {PLAIN: decode, kind: partial(decode, drafter=drafter, k=len(best.plan))}
+        methods = {PLAIN: decode}
+        for kind, (heads, _) in self.loaded.items():
+            plan = self.fastest(kind).plan
+            drafter = HeadsDrafter(self.target, heads, plan)
+            methods[kind] = partial(decode, drafter=drafter, k=len(plan))
         neighbours = Neighbours()
         runs = [*interleaved(methods, self.timed, progress=progress)]
         busy = neighbours.during(self.target.caps, [run.generation for run in runs]).busy
-        baseline = self.reference.baseline
-        speedup = best.tokens_per_s / self.trees[kind][0].tokens_per_s
-        speeds = tabulate_by_category(runs, [prompt.category for prompt in self.timed], kind)
-        return baseline.over(speeds).assign(
-            expected_tau=best.tokens,
-            tau_needed=best.tokens / speedup / baseline.share,
-            expected_speedup=speedup,
-            busy=busy,
-        )
+        # 2. Compare each kind with plain decoding, and with its prediction.
+        categories = [prompt.category for prompt in self.timed]
+        tables = []
+        for kind in KINDS:
+            best = self.fastest(kind)
+            predicted = best.tokens_per_s / self.trees[kind][0].tokens_per_s
+            speeds = self.reference.baseline.over(tabulate_by_category(runs, categories, kind))
+            tables.append(speeds.assign(predicted_speedup=predicted, predicted_tau=best.tokens, busy=busy))
+        return self.keep("speeds", *tables)
 
     def compare_texts(self) -> pd.DataFrame:
         """Compare drafted texts with plain texts in float32, where rounding changes no text.
@@ -176,7 +179,8 @@ class HeadsStudy(Experiment):
         chosen = [prompt for i in range(n) for prompt in self.timed[i::n]][: p.identity_prompts]
         if target.caps.dtype != "float32":
             target = self.opened(load(p.target, backend="hf", dtype="float32"))
-            loaded = {kind: load_kind(getattr(p, kind), kind, target) for kind in KINDS}
+            backbone = backbone_of(target)
+            loaded = {kind: load_kind(getattr(p, kind), kind, backbone) for kind in KINDS}
         decode = partial(generate, target, max_new_tokens=p.max_new_tokens)
         expected = [decode(prompt) for prompt in chosen]
         rows = []
@@ -218,9 +222,9 @@ def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     return first, [prompt for of in by_category.values() for prompt in of[-judged:]]
 
 
-def load_kind(name_or_path: str, kind: str, target: LanguageModel) -> tuple[Heads, LoadReport]:
+def load_kind(name_or_path: str, kind: str, backbone: Backbone) -> tuple[Heads, LoadReport]:
     """Load trained heads. Raises InputError for another kind, and what the loader raises."""
-    heads, report = load_trained_heads(name_or_path, backbone_of(target))
+    heads, report = load_trained_heads(name_or_path, backbone)
     if heads.config.kind != kind:
         raise InputError(f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads")
     return heads, report
@@ -230,18 +234,14 @@ def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name:
     """Tabulate the speed of the method `name`: one row per category, and one for all.
 
     `categories` lists the category of each prompt. Columns: category, those of
-    `measure.bench.tabulate_speeds`, plain_tokens_per_s, and the share of a round's time of each of
-    PARTS.
+    `measure.bench.tabulate_speeds`, and plain_tokens_per_s.
     """
     rows = []
     for category in (*dict.fromkeys(categories), ALL):
         of = [run for run in runs if category in (ALL, categories[run.prompt])]
         speeds = tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
-        rounds = [r for run in of if run.method == name for r in run.generation.rounds]
-        seconds = {part: sum(getattr(r, f"{part}_s") for r in rounds) for part in PARTS}
-        shares = {f"{part}_share": s / sum(seconds.values()) for part, s in seconds.items()}
         plain_rate = {"plain_tokens_per_s": speeds[PLAIN]["tokens_per_s"]}
-        rows.append({"category": category} | speeds[name] | plain_rate | shares)
+        rows.append({"category": category} | speeds[name] | plain_rate)
     return pd.DataFrame(rows)
 
 
@@ -263,28 +263,27 @@ def write_study_text(
     return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
 
 
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: Any = None) -> pd.DataFrame:
+def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: "TrainingView | None" = None) -> pd.DataFrame:
     """Train `heads` in place, in the loop that trained the shipped heads; return one row per head.
 
-    During training, `watch.starts(run, steps, seconds_a_step)` and `watch.step(run, step, loss,
-    figures)` are called. Columns: run, head, steps, told_s (estimated seconds), took_s (actual
-    seconds), and held-out top1_before, top1, top5_before, top5.
+    `watch` shows the progress. Columns: run, head, steps, seconds (with held-out metrics), and
+    held-out top1_before, top1, top5_before, top5.
     """
     lesson = lesson_of(heads, recipe, text)
     with in_float32(heads):
         before = lesson.judge()
-        step_s = time_step(heads, recipe, lesson)
+    options = {}
     if watch:
-        watch.starts(run, recipe.steps, step_s)
-    options = {"on_step": partial(watch.step, run)} if watch else {}
+        watch.add(run, 0, HELD_OUT, before)
+        options["on_step"] = partial(watch.step, run, recipe.steps, lesson.judge)
     started_s = perf_counter()
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
         log = train(heads, recipe, text, Path(folder), save_every=recipe.steps, **options)
-    shares = {"top1_before": before["top1"], "top1": log[-1]["top1"]}
-    shares |= {"top5_before": before["top5"], "top5": log[-1]["top5"]}
-    times = {"told_s": step_s * recipe.steps, "took_s": perf_counter() - started_s}
-    head = range(heads.config.n_heads)
-    return pd.DataFrame({"run": run, "head": head, "steps": recipe.steps} | times | shares)
+    rows = {"run": run, "head": range(heads.config.n_heads), "steps": recipe.steps}
+    rows |= {"seconds": perf_counter() - started_s}
+    for share in ("top1", "top5"):
+        rows |= {f"{share}_before": before[share], share: log[-1][share]}
+    return pd.DataFrame(rows)
 
 
 VARIANTS = {
@@ -323,89 +322,120 @@ def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Pro
     return pd.DataFrame(rows)
 
 
-# --- Figures of notebook 05: faults, training progress, trees, acceptance and speed ---
+# --- Figures of notebook 05: faults, trees, acceptance, speed, training progress ---
 
 FINGERPRINT = {
-    "alpha_1": "first draft accepted (alpha_1)",
-    "right_normed_once": "right if the norm were applied once",
-    "copies": "equal to the backbone's next token",
+    "alpha_1": "first draft token accepted (alpha_1)",
+    "right_normed_once": "first head right, if the norm is applied once",
+    "copies": "heads predict the target's own next token",
 }
 """Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
 FEW = 10
-"""Marks with fewer tested draft tokens are drawn pale."""
-PANELS = {"head_loss": "loss of a batch (nats)", "top1": "top-1 of a batch", "top5": "top-5 of a batch"}
-"""Columns of the training history to draw, with panel titles."""
+"""Positions with fewer tested draft tokens are not drawn."""
+RATIOS = {"speedup": "over plain decoding in PyTorch", "over_fastest": "over the fastest plain decoding"}
+"""Columns of a speed table to draw, with panel titles."""
+DRAWN = (1, 4, 8, 16)
+"""Numbers of nodes of the trees to draw."""
 OLD = Recipe(10_000, peak_lr=1e-4, warmup=200, eta_min=1e-12)
 """The Medusa note's first recipe. Its LR decayed to zero, which `Recipe` rejects."""
-RATES_AT = (0, 500, 6_500, 9_999, 29_999)
-EVERY = 2
-"""Steps between redraws: drawing in a browser may take longer than a step."""
+LR_AT = (0, 500, 6_500, 9_999, 29_999)
+POINTS = 6
+"""Number of times that held-out metrics are measured in a training run."""
+BATCH, HELD_OUT = "training batch", "held-out"
 
 
 def draw_faults(table: pd.DataFrame) -> go.Figure:
-    """Draw the columns of FINGERPRINT for each fault, in percent."""
-    shares = 100 * table.set_index("fault")[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
-    rows = shares.reset_index().melt("fault", var_name="share", value_name="percent")
-    return dress(dots(rows, x="percent", y="fault", by="share"), "faults")
+    """Draw the columns of FINGERPRINT for each planted fault, in percent; labels list failed gates."""
+    failed = table["failed"].replace("", "none")
+    shares = 100 * table[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
+    shares["planted"] = table["planted"] + "<br><sub>failed gates: " + failed + "</sub>"
+    rows = shares.melt("planted", var_name="share", value_name="percent")
+    title = f"{table['agree'].sum()} of {len(table)} planted faults and controls are diagnosed as expected"
+    return dress(dots(rows, x="percent", y="planted", by="share"), "faults", title_text=title)
 
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
-    """Draw the speed-up over the baseline by category, and the parts of a round's time."""
-    titles = ["speed-up, interval over prompts", "where the time of a round goes (all categories)"]
-    figure = make_subplots(cols=2, horizontal_spacing=0.12, subplot_titles=titles)
-    speeds = px.bar(
-        table, x="category", y="speedup", hover_data=["tau", "identical", "n_prompts"],
-        **looks("kind", table["kind"], by=()), **error_bars(table),
-    )  # fmt: skip
-    figure.add_traces(speeds.data, rows=1, cols=1)
+    """Draw the live RATIOS by category, with intervals over prompts, one panel per ratio."""
+    same = table[["kind", "category", "speedup", "low", "high"]]
+    over = table[["kind", "category", "over_fastest", "over_fastest_low", "over_fastest_high"]]
+    panels = dict(zip(RATIOS.values(), (same, over.set_axis(same.columns, axis=1)), strict=True))
+    rows = pd.concat(panels, names=["ratio"]).reset_index("ratio").reset_index(drop=True)
+    rows["kind"] = rows["kind"].map(readable)
+    figure = dots(rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x"))
+    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
     whole = table[table["category"] == ALL]
-    before = 0.0
-    for index, part in enumerate(PARTS):
-        shares = 100 * whole[f"{part}_share"]
-        figure.add_bar(
-            x=shares, y=whole["kind"], base=before, name=part, orientation="h",
-            marker_color=COLORS[index + 2], offsetgroup="parts", customdata=shares, showlegend=False,
-            text=[f"{part} {share:.0f} %" if share > 4 else "" for share in shares], insidetextanchor="middle",
-            hovertemplate=f"%{{y}}, {part}: %{{customdata:.1f}} %<extra></extra>", textposition="inside",
-            row=1, col=2,
-        )  # fmt: skip
-        before = before + shares
-    return dress(figure, "speed")
+    speeds = ", ".join(whole["kind"].map(readable) + whole["speedup"].map(" {:.2f}".format))
+    return dress(figure, "speed", title_text=f"Live speed over plain decoding in PyTorch, all prompts: {speeds}")
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
     """Draw alpha_k by position, with counts and intervals over prompts."""
-    place, kinds = pd.factorize(table["kind"])
-    rows = table.assign(
-        at=table["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
-        counts=table["kept"].astype(str) + " of " + table["tested"].astype(str),
+    rows = table[table["tested"] >= FEW]
+    place, kinds = pd.factorize(rows["kind"].map(readable))
+    rows = rows.assign(
+        kind=kinds[place],
+        at=rows["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
+        counts=rows["accepted"].astype(str) + " of " + rows["tested"].astype(str),
     )
     figure = px.scatter(
         rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **error_bars(rows, "alpha")
     )
-    for trace in figure.data:
-        trace.marker.opacity = np.where(rows["tested"][rows["kind"] == trace.name] < FEW, 0.3, 1.0)
-    figure.update_traces(textposition="middle right", textfont_size=11, marker_size=11)
-    figure.update_xaxes(tickvals=table["position"].unique())
-    return dress(figure, "alpha", yaxis_title_text=f"alpha_k (pale: fewer than {FEW} tested)")
+    figure.update_traces(textposition="middle right", textfont_size=14, marker_size=12, cliponaxis=False)
+    figure.update_xaxes(tickvals=rows["position"].unique())
+    first = rows[rows["position"] == 1]
+    first = ", ".join(first["kind"] + first["alpha"].map(" {:.0%}".format))
+    return dress(figure, "alpha", title_text=f"Acceptance rate of the first draft token of a chain: {first}")
 
 
-def draw_tree_sizes(table: pd.DataFrame) -> go.Figure:
-    """Draw the predicted speed-up by tree size, with intervals; the fastest tree is annotated.
+def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) -> go.Figure:
+    """Draw the predicted speed-up by tree size, with intervals, and the DRAWN trees of one kind.
 
-    The speed-up is over plain decoding in the same engine, not over the baseline. Trees with fewer
-    expected tokens than a smaller tree are left out.
+    The speed-up is over plain decoding in the same engine. The drawn trees are of the kind with the
+    highest speed-up.
     """
-    rows = table.sort_values("nodes", kind="stable").astype({"nodes": str})
-    rows = rows[rows["tokens"] == rows.groupby("kind")["tokens"].cummax()]
-    figure = px.line(
-        rows, x="nodes", y="speedup", hover_data=["depth", "tokens"], markers=True,
-        **looks("kind", rows["kind"]), **error_bars(rows),
+    # 1. Speed-ups.
+    rows = table.assign(label=table["kind"].map(readable), nodes=table["nodes"].astype(str))
+    lines = px.line(
+        rows, x="nodes", y="predicted_speedup", hover_data=["depth", "predicted_tau"], markers=True,
+        **looks("label", rows["label"]), **error_bars(rows, "predicted_speedup"),
     )  # fmt: skip
-    for index, best in enumerate(rows.loc[rows.groupby("kind", sort=False)["speedup"].idxmax()].itertuples()):
-        text = f"{best.kind}, nodes: {best.nodes}, {best.speedup:.2f} times"
-        figure.add_annotation(x=best.nodes, y=best.speedup, text=text, ax=110, ay=40 * (-1) ** index)
-    return dress(figure, "tree_sizes", xaxis_categoryarray=rows["nodes"].unique())
+    figure = make_subplots(rows=2, row_heights=[0.62, 0.38], vertical_spacing=0.24)
+    figure.add_traces(lines.data, rows=1, cols=1)
+    drafted = rows[rows["nodes"] != "0"].sort_values("predicted_speedup")
+    best = drafted.drop_duplicates("kind", keep="last")
+    sizes = ", ".join(best["label"] + " " + best["nodes"] + best["predicted_speedup"].map(" ({:.2f} times)".format))
+    order = [*map(str, sorted(table["nodes"].unique()))]
+    title = f"Draft tokens in the fastest tree (predicted): {sizes}"
+    dress(figure, "tree_sizes", title_text=title, xaxis_categoryarray=order)
+    # 2. Trees, from left to right.
+    left = 0.0
+    for plan in (tree.plan for tree in trees[best["kind"].iloc[-1]] if len(tree.plan) in DRAWN):
+        places = place_nodes(plan.parents)
+        x, y = [], []
+        for node, parent in enumerate(plan.parents):
+            x += [left + places[parent], left + places[node], None]
+            y += [-plan.depths[node], -1 - plan.depths[node], None]
+        figure.add_scatter(
+            x=x, y=y, text=[f"{len(plan)} drafted"], textposition="top center", mode="lines+markers+text",
+            marker_color=COLORS[-1], cliponaxis=False, showlegend=False, row=2, col=1,
+        )  # fmt: skip
+        left += max(places) + 2
+    figure.update_xaxes(visible=False, type="linear", row=2)
+    return figure.update_yaxes(visible=False, rangemode="normal", row=2)
+
+
+def place_nodes(parents: Sequence[int]) -> list[float]:
+    """Return the horizontal places of a tree's nodes and, last, of its root: parents are centered."""
+    places = [0.0] * (len(parents) + 1)
+    free = count()
+
+    def place(node: int) -> float:
+        below = [place(child) for child, parent in enumerate(parents) if parent == node]
+        places[node] = sum(below) / len(below) if below else next(free)
+        return places[node]
+
+    place(COMMITTED)
+    return places
 
 
 def compare_schedules() -> pd.DataFrame:
@@ -418,51 +448,50 @@ def compare_schedules() -> pd.DataFrame:
         rates = np.array([*map(recipe.lr, range(recipe.steps))])
         dead = dead_steps([{"step": step, "lr": rate} for step, rate in enumerate(rates, 1)])
         columns[name] = {
-            **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")}, "dead steps": f"{dead:.1%}",
-            **{f"rate at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in RATES_AT},
-        }  # fmt: skip
+            **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")},
+            "steps with LR near zero": f"{dead:.1%}",
+            **{f"LR at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in LR_AT},
+        }
     return pd.DataFrame(columns, dtype=object)
 
 
 class TrainingView:
     """Plots training runs live: `plot` is the widget, `figure()` a static figure.
 
-    `runs` are the names of the runs in order, with one row of panels each. `progress` reports the
-    estimated seconds of a run, then the seconds left.
+    `runs` are the names of the runs in order.
     """
 
-    def __init__(self, runs: list[str], n_heads: int, *, progress: Progress = silent) -> None:
-        self._runs, self._heads, self._progress = runs, range(n_heads), progress
+    def __init__(self, runs: list[str], *, progress: Progress = silent) -> None:
+        self._runs, self._progress = runs, progress
         self._rows = []
         self.plot = Plot(self.figure())
 
     @property
     def history(self) -> pd.DataFrame:
-        """Columns: run, step, head, loss, head_loss, top1, top5.
+        """The first head's top-1 share of batches and of held-out text: run, step, text, top1."""
+        return pd.DataFrame(self._rows, columns=["run", "step", "text", "top1"])
 
-        `loss` is the weighted loss of all heads; the others are unweighted metrics of the batch.
-        """
-        return pd.DataFrame(self._rows, columns=["run", "step", "head", "loss", *PANELS])
+    def add(self, run: str, step: int, text: str, figures: Figures) -> None:
+        self._rows.append((run, step, text, figures["top1"][0]))
 
-    def starts(self, run: str, steps: int, seconds_a_step: float) -> None:
-        self._steps, self._seconds = steps, seconds_a_step
-        self._progress(0, steps, f"{run}: about {steps * seconds_a_step:.0f} s")
-
-    def step(self, run: str, step: int, loss: float, figures: Figures) -> None:
-        for head in self._heads:
-            self._rows.append((run, step, head, loss, *(figures[name][head] for name in PANELS)))
-        left = (self._steps - step) * self._seconds
-        self._progress(step, self._steps, f"{run}: about {left:.0f} s left")
-        if step % EVERY == 0 or step == self._steps:
+    def step(
+        self, run: str, steps: int, judge: Callable[[], Figures], step: int, _loss: float, figures: Figures
+    ) -> None:
+        self.add(run, step, BATCH, figures)
+        self._progress(step, steps, run)
+        if step % -(-steps // POINTS) == 0 or step == steps:
+            self.add(run, step, HELD_OUT, judge())
             self.plot.update(self.figure())
 
     def figure(self) -> go.Figure:
-        """Draw loss, top-1 and top-5 of each head over steps, one row of panels per run."""
-        rows = self.history.rename(columns=PANELS).astype({"head": str}).melt(["run", "step", "head"], PANELS.values())
-        figure = px.line(
-            rows, x="step", y="value", facet_row="run", facet_col="variable", facet_col_spacing=0.08,
-            height=300 * len(self._runs) + 40, **looks("head", map(str, self._heads)),
-        )  # fmt: skip
-        figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
-        figure.update_yaxes(matches=None)
-        return dress(figure, "training")
+        """Draw the first head's top-1 share over steps, in percent: one held-out curve per run."""
+        rows = self.history.assign(percent=lambda rows: 100 * rows["top1"])
+        held_out = rows[rows["text"] == HELD_OUT]
+        look = {"x": "step", "y": "percent"} | looks("run", self._runs)
+        figure = px.line(held_out, markers=True, **look).update_traces(line_width=3, marker_size=11)
+        batches = px.line(rows[rows["text"] == BATCH], **look)
+        batches.update_traces(mode="lines", opacity=0.3, line_width=1, showlegend=False)
+        figure.add_traces(batches.data)
+        ends = held_out.groupby("run", sort=False)["percent"].agg(["first", "last"])
+        changes = ", ".join(f"{run} {first:.0f} % to {last:.0f} %" for run, first, last in ends.itertuples())
+        return dress(figure, "training", title_text=f"Held-out top-1 of the first head: {changes}")

@@ -160,6 +160,17 @@ class Reference:
             progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
             self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
         self.states = [states_along(target, text) for text in self.plain]
+        self._chains: dict[Heads, list[Generation]] = {}
+
+    def chains(self, heads: Heads, progress: Progress = silent) -> list[Generation]:
+        """Return greedy generations with `heads`, one per prompt; each is generated once."""
+        chains = self._chains.setdefault(heads, [])  # also of `first`
+        drafter = HeadsDrafter(self.target, heads)
+        decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
+        for text in self.plain[len(chains) :]:
+            progress(len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}")
+            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        return chains[: len(self.plain)]
 
     def first(self, n: int) -> Self:
         """Return the reference of the first `n` prompts."""
@@ -196,12 +207,7 @@ class HeadsEvidence:
         self.heads = heads
         self.report = report
         self.log = report.log if report else ()
-        drafter = HeadsDrafter(reference.target, heads)
-        decode = partial(generate, reference.target, drafter=drafter, k=heads.config.n_heads)
-        self.chains = []
-        for done, text in enumerate(reference.plain):
-            progress(done, len(reference.plain), f"gates: chain {done + 1} of {len(reference.plain)}")
-            self.chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        self.chains = reference.chains(heads, progress)
 
     @cached_property
     def scores(self) -> list[Scores]:
@@ -232,11 +238,11 @@ class HeadsEvidence:
 
     @cached_property
     def served(self) -> pd.DataFrame:
-        """alpha_k of the chains: position (from 1), alpha, low, high, kept (accepted), tested."""
+        """alpha_k of the chains: position (from 1), alpha, low, high, accepted, tested."""
         counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
         rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
-        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "kept", "tested"])
+        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "accepted", "tested"])
 
 
 def count_ranks(scores: Sequence[Scores]) -> np.ndarray:

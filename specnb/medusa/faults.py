@@ -28,8 +28,11 @@ from specnb.records import pool_rounds
 
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The short training: steps, steps with nonzero LR, steps per log entry, peak LR."""
-ALIVE_ALL, TWO_NORMS = f"{STEPS} living steps", f"{STEPS} steps with two norms"
-"""The controls: all steps with nonzero LR, and the same with the final norm applied twice."""
+LR_ZERO = f"LR of zero after step {ALIVE}"
+ALIVE_ALL, TWO_NORMS = f"{STEPS} steps with nonzero LR", f"{STEPS} steps with two norms"
+"""The short trainings. Controls: all steps with nonzero LR, and the final norm applied twice."""
+NONE = "none"
+"""The diagnosis of sound heads."""
 SHARES = ("right", "right_normed_once", "copies")
 """Shares that distinguish faults, along the backbone's own text.
 
@@ -104,7 +107,7 @@ FAULTS = {
     "never loaded": ("never loaded", draw_new_heads),
     "norm left out": ("missing norm", partial(change_norm, norms=0)),
     "norm applied twice": ("double norm", partial(change_norm, norms=2)),
-    "learning rate died": ("dead schedule", partial(train_briefly, recipe=DyingRecipe)),
+    LR_ZERO: ("dead schedule", partial(train_briefly, recipe=DyingRecipe)),
     ALIVE_ALL: ("undertrained", train_briefly),
     TWO_NORMS: ("double norm", partial(train_briefly, norms=2)),
 }
@@ -124,9 +127,9 @@ def plant(fault: str, sound: Sound) -> Planted:
 def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress: Progress = silent) -> pd.DataFrame:
     """Judge the planted heads and return one row per fault.
 
-    Columns: fault; of greedy chains, alpha_1, accepted (`kept`) and tested draft tokens at position
-    1, and tau; SHARES; `failed` gates, `diagnoses`, and `named`: whether the expected fault is the
-    only diagnosis (for sound heads: none).
+    Columns: planted (the fault); of greedy chains, alpha_1, accepted and tested draft tokens at
+    position 1, and tau; SHARES; `failed` gates, `diagnoses` with evidence; the `expected` diagnosis
+    and the one `named` (NONE for sound heads), and whether they `agree`.
     """
     rows = []
     for done, (fault, (heads, report)) in enumerate(planted.items()):
@@ -135,8 +138,9 @@ def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress:
         evidence = checked.evidence
         first = next(evidence.served.itertuples())
         once = evidence.score_all(normed=lambda states: states.post_norm)
-        expected = FAULTS[fault][0]
-        row = {"fault": fault, "alpha_1": first.alpha, "kept": first.kept, "tested": first.tested}
+        expected = FAULTS[fault][0] or NONE
+        named = "; ".join(d.name for d in checked.diagnoses) or NONE
+        row = {"planted": fault, "alpha_1": first.alpha, "accepted": first.accepted, "tested": first.tested}
         row |= {
             "tau": pool_rounds(evidence.chains)["tau"],
             "right": marginal(count_ranks(evidence.scores))[0, 0],
@@ -144,8 +148,8 @@ def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress:
             "copies": evidence.copies().mean(),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
-            "named": [d.name for d in checked.diagnoses] == ([expected] if expected else []),
         }
+        row |= {"expected": expected, "named": named, "agree": named == expected}
         rows.append(row)
     return pd.DataFrame(rows)
 
