@@ -227,7 +227,8 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     option = ""
     if cost:
         ends = f"95 % CI {first['low']:.2f} to {first['high']:.2f}"
-        line = f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as plain decoding, greedy ({ends})."
+        line = f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as plain decoding, "
+        line += f"greedy ({ends})."
     if "best_k" in first:
         option = ENGINES[document["engine"]][-1].format(first["best_k"])
         option = option if first["predicted"] > 1 else "leave drafting off"
