@@ -67,7 +67,7 @@ class RoundText(NamedTuple):
     @property
     def line(self) -> str:
         """The round in words."""
-        counts = f"{self.drafted} drafted, {self.n_accepted} kept, {self.drafted - self.n_accepted} discarded"
+        counts = f"{self.drafted} drafted, {self.n_accepted} accepted, {self.drafted - self.n_accepted} rejected"
         text = "".join(map(shown_text, self.committed))
         return f"{counts}, then {self.ending or 'the end'}: “{text[:80]}”."
 
@@ -141,7 +141,7 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     rows = zip_longest(drafts, map(shown_text, each.committed), accepted)
     table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
     table.insert(0, "position", table.index + 1)
-    rest = "behind the cut" if each.ending else "after the end"
+    rest = "after the rejection" if each.ending else "after the end"
     return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus token has no draft
 
 

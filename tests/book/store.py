@@ -20,7 +20,7 @@ from specnb.book.claims import Estimate, report
 from specnb.book.explorer import tables as explorer
 from specnb.chapters import adaptive_k, league
 from specnb.io import project_dir, read_json, read_toml, write_atomic
-from specnb.records import RunRecord
+from specnb.records import Generation, RunRecord
 from specnb.store import results_dir
 from tests.book.hygiene import normalise
 
@@ -63,10 +63,17 @@ def ends(row: pd.Series, digits: int = 2) -> str:
 
 
 def record_of(notebook: str) -> RunRecord:
-    """Return the stored record behind a notebook's figures (not of the trace that 00 opens)."""
+    """Return the stored record behind a notebook's figures (not of the trace that 00 opens).
+
+    Its generations have no rounds, so counts of rounds and draft tokens are 0.
+    """
     records = (read_json(path) for path in (FIGURES / "records").glob("*.json") if path.stem != SHIPPED_RUN)
     (record,) = (record for record in records if record["experiment"] == notebook)
-    return RunRecord.model_validate(record | {"generations": []})
+    generations = [
+        Generation.model_construct(**each | {"rounds": (), "token_ids": tuple(each["token_ids"])})
+        for each in record["generations"]
+    ]
+    return RunRecord.model_validate(record | {"generations": []}).model_copy(update={"generations": generations})
 
 
 def box(notebook: str) -> str:

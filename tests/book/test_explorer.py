@@ -77,9 +77,9 @@ class Frame:
         machine = {"name": m.name, "ratios": m.ratios(24), "at8": curve.ratio(8), "c": m.c, "busy": bool(curve.busy)}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
-    def run(self, setting) -> dict:
+    def run(self, setting, **message) -> dict:
         """Start a live run, wait for its end, and return the last message."""
-        self.send(setting, run=True)
+        self.send(setting, run=True, **message)
         end = time.monotonic() + 10
         while not (self.received and self.received[-1].get("done")):
             assert time.monotonic() < end, "the live run does not end"
@@ -203,7 +203,7 @@ def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, t
 
 
 def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
-    def failing(setting, progress):
+    def failing(setting, progress, prompt):
         progress(0, 4, "code-0")
         raise RuntimeError("the engine is gone")
 
@@ -211,7 +211,23 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
     assert frame.run(lookup_setting(2))["outcome"] == "The live run failed: RuntimeError: the engine is gone"
     assert "0 of 4: code-0" in frame.received[0]["outcome"]
     frame.explorer._run_live = bench.run_live
-    assert frame.run(lookup_setting(3))["outcome"].startswith("Live,")
+    assert "for the same prompts" in frame.run(lookup_setting(3))["outcome"]
+    assert "for the recorded prompts" in frame.run(lookup_setting(3), prompt="abcabca")["outcome"]
+
+
+def test_the_positions_of_the_controls_select_predictions(frame, tables):
+    explorer = frame.explorer
+    steep = Cost.straight(CUSTOM, 6.0, 1.2)
+    for drafter, temperature, nearest, sent in (
+        (LOOKUP, 0.0, 0.0, {}),
+        (MODEL, 0.4, 0.7, {}),
+        (MODEL, 0.3, 0.0, steep),
+    ):
+        explorer.drafter, explorer.temperature = drafter, temperature
+        explorer._machine = sent and {"drafter": drafter, "ratios": sent.ratios(24), "c": sent.c}
+        machine = sent or Cost(CURVE, {LOOKUP: 0.0, MODEL: 0.3}[drafter])
+        wanted = tables.sweep(Setting(drafter, nearest, ALL, FIXED, 8, machine))
+        pd.testing.assert_frame_equal(explorer.selection, wanted)
 
 
 def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path):

@@ -44,17 +44,19 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     folder = tmp_path / "00_start_here" / "abc123" / "figures"
     files = ("two_lanes.svg", "two_lanes.html")
     assert read_json(folder / "two_lanes.json")["files"] == {file: digest(folder / file) for file in files}
-    texts = ET.parse(folder / "two_lanes.svg").getroot().findall(f"{SVG}text")
+    root = ET.parse(folder / "two_lanes.svg").getroot()
+    texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
-    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 3), strict=False):
+    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 4), strict=False):
         lines = texts[start + 1 : end]
         shown = ["".join(line.itertext()) for line in lines]
         assert "".join(shown) == generation.text and len(lines) >= 3 and max(map(len, shown)) <= COLUMNS
         delays = {float(re.search(r"[\d.]+", span.get("style"))[0]) for line in lines for span in line}
         assert sorted(delays) == [*range(1, len(generation.rounds) + 1)]
+    bars = [float(bar.get("width")) for bar in root.findall(f"{SVG}rect")[1:]]
+    seconds = [g.decode_s for g in record.generations[:2]]
+    assert bars[1] / bars[0] == pytest.approx(seconds[1] / seconds[0], abs=0.01), "one time scale"
     row = k_sweep(record).iloc[-1]
-    ending = " ".join("".join(text.itertext()) for text in texts[-3:])
+    ending = " ".join("".join(text.itertext()) for text in texts[-4:])
     assert f"{row['speedup']:.2f}" in ending and f"{n} of {n} texts the same" in ending
-    assert "llama.cpp q4_1, 50.0 tokens/s" in ending and (") times" in ending) == (n >= 5), (
-        "an interval needs five prompts"
-    )
+    assert "llama.cpp q4_1, 50.0 tokens/s" in ending and ("] times" in ending) == (n >= 5), "five prompts"

@@ -42,7 +42,7 @@ def test_a_trace_shows_the_rounds_of_the_live_run(drafter, k):
 def test_a_round_is_a_table_of_its_positions():
     tables = [round_table([CUT, KEPT, ENDED, STEP], number) for number in (1, 2, 3, 4)]
     assert [t["accepted"].tolist() for t in tables] == [
-        ["yes", "no", "behind the cut", "behind the cut"],
+        ["yes", "no", "after the rejection", "after the rejection"],
         ["yes", "yes", "bonus token"],
         ["yes", "after the end"],
         ["plain step"],

@@ -32,7 +32,7 @@ from specnb.prompts import Prompt
 target = toy.markov(6, order=2, seed=4, sharpness=3.0)
 prompt = Prompt(id="code-01", category="code", text="abcabca")
 
-def run_live(setting, progress):
+def run_live(setting, progress, prompt):
     return [generate(target, prompt, max_new_tokens=40, **drafting) for drafting in
             ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 

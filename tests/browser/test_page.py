@@ -109,7 +109,7 @@ def compare(frame, trace, curve, c) -> None:
         require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
 
 
-def test_the_page_shows_the_predictions_of_the_replay_and_opens_other_traces(page, tmp_path):
+def test_the_page_shows_the_predictions_of_the_replay(page, tmp_path):
     run = stored(SHIPPED)
     explorer.write_page(SHIPPED, tmp_path / "page.html")
     assert (tmp_path / "page.html").stat().st_size <= 3_000_000
@@ -121,11 +121,31 @@ def test_the_page_shows_the_predictions_of_the_replay_and_opens_other_traces(pag
     runs = [recorded(drafters, PROMPTS, t) for t in (0.0, 0.7)]
     trace = run.trace._replace(recordings=tuple(recording for run in runs for recording in run))
     other = run._replace(trace=trace, c={recording.drafter: 0.1 for recording in trace.recordings})
-    for name, contents in (("toy", explorer.reduced(other, Tables(trace))), ("bad", {"format": 0})):
-        (tmp_path / f"{name}.json").write_text(json.dumps(contents))
-        page.locator("#file").set_input_files(tmp_path / f"{name}.json")
-        page.wait_for_function("name => document.querySelector('#message').textContent.startsWith(name)", arg=name)
-        compare(page, *other[1:4])
+    (tmp_path / "toy.html").write_text(explorer.page(explorer.reduced(other, Tables(trace))))
+    page.goto((tmp_path / "toy.html").as_uri())
+    compare(page, *other[1:4])
+
+
+def test_a_kernel_moves_the_controls_and_is_told_their_positions(page, tmp_path):
+    explorer.write_page(SHIPPED, tmp_path / "page.html")
+    page.goto((tmp_path / "page.html").as_uri())
+    page.evaluate("attach(() => {}, true, (place) => { globalThis.place = place; })")
+    drafter = stored(SHIPPED).trace.recordings[-1].drafter
+    wanted = {
+        "k": 5,
+        "round": 3,
+        "drafter": drafter,
+        "content": "edit",
+        "policy": FIXED,
+        "temperature": 0.4,
+        "top_p": 1,
+    }
+    page.evaluate("place => move(place)", wanted)
+    place = page.evaluate("place")
+    assert {name: place[name] for name in wanted} == wanted and place["_machine"]["drafter"] == drafter
+    assert page.evaluate("look().setting.k") == 5 and text(page, "line").startswith("Round 3 of ")
+    page.evaluate("place => move(place)", wanted | {"drafter": "none"})
+    assert page.evaluate("place.drafter") == stored(SHIPPED).trace.recordings[0].drafter
 
 
 def test_a_reader_can_interpolate_temperatures_pin_and_load_a_machine(page, tmp_path):

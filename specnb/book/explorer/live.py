@@ -99,14 +99,22 @@ class Workbench:
         curve = study.costs[self.drafters[0].name].curve
         return TracedRun(study.record(), Trace(tuple(study.recordings)), curve, c)
 
-    def run_live(self, setting: Setting, progress: Progress = silent) -> tuple[list[Generation], bool]:
+    def run_live(
+        self, setting: Setting, progress: Progress = silent, prompt: str = ""
+    ) -> tuple[list[Generation], bool]:
         """Run prompts of the setting's content, plain and speculative interleaved, after a warm-up.
+
+        A `prompt` runs in their place, in the chat template if they use it.
 
         Returns the generations (for each prompt the plain, then the speculative one), and whether
         the machine was busy. Raises the errors of `load`, `load_drafter` and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
         chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
+        if prompt.strip():
+            messages = [{"role": "user", "content": prompt}]
+            form = {"messages": messages} if chosen[0].messages else {"text": prompt}
+            chosen = [Prompt(id="yours", category="yours", **form)]
         with self._in_use:
             drafter = next(d for d in self.drafters if d.name == setting.drafter)
             if setting.policy == AUTO:  # with newly measured costs

@@ -1,9 +1,4 @@
-"""The explorer as one HTML file, which replays a reduced trace without a kernel.
-
-`python -m specnb.book.explorer.page TRACE OUT` writes the page to OUT or, if OUT ends in `.json`,
-only the trace, which readers can drop on a page. TRACE is the name of a shipped trace or the folder
-of a run of notebook 09.
-"""
+"""The explorer as one HTML file, which replays a reduced trace without a kernel."""
 
 import json
 from collections.abc import Iterator
@@ -28,9 +23,7 @@ from specnb.registry import DRAFTERS
 
 Json = dict[str, Any]
 """A JSON object."""
-FORMAT = 3
 CONSTANTS = {
-    "format": FORMAT,
     "fewest": FEWEST,
     "fates": FATES,
     "fixed": FIXED,
@@ -51,13 +44,12 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
     engine = f"{caps['engine']} {caps['dtype']}"
     place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
     fastest = baseline(record)
-    known = fastest if fastest.baseline_engine else "plain decoding of this file was not measured."
+    known = fastest if fastest.baseline_engine else "The fastest plain decoding of this file was not measured."
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
-        "format": FORMAT,
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}",
-        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. The fastest {known}",
+        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. {known}",
         "target": target,
         "engine": engine,
         "baseline": fastest.model_dump(),
@@ -144,13 +136,6 @@ def page(trace: Json, above: str = "") -> str:
 
 
 def write_page(trace: str, out: Path) -> None:
-    """Write a run of notebook 09, or a shipped trace, as a page (.html) or as its data (.json)."""
+    """Write a run of notebook 09, or a shipped trace, as a page."""
     run = stored(trace)
-    contents = reduced(run, Tables(run.trace))
-    write_atomic(out, (json.dumps(contents) if out.suffix == ".json" else page(contents)).encode())
-
-
-if __name__ == "__main__":
-    import typer
-
-    typer.run(write_page)
+    write_atomic(out, page(reduced(run, Tables(run.trace))).encode())

@@ -123,7 +123,7 @@ class Tables:
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
     def speedup(self, setting: Setting, prompt_ids: Sequence[str]) -> float:
-        """Return the speed-up of `predict`, interpolated between temperatures as on the page.
+        """Return the speedup of `predict`, interpolated between temperatures as on the page.
 
         NaN outside of the recorded temperatures. Raises InputError if nothing was recorded.
         """
@@ -229,8 +229,8 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
 def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.DataFrame:
     """Return one row per machine, drafter, content, temperature and fixed K from 0 (plain).
 
-    The machine of the trace comes first; settings with a top_p below 1 are omitted. Columns:
-    machine, busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are
+    The machine of the trace comes first, the others are simulated; settings with a top_p below 1
+    are omitted. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are
     predicted from T(1).
     """
     frames = []
@@ -241,7 +241,7 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
             rows = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))
             frames.append(
                 rows.drop(columns=["n_tokens", "rounds"]).assign(
-                    machine=machine.name,
+                    machine=machine.name + " (simulated)" * (machine is not here),
                     busy=bool(machine.curve.busy),
                     drafter=drafter,
                     category=content,

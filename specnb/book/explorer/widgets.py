@@ -1,7 +1,8 @@
 """Widgets: a plotly figure, and the explorer, `page.html` in a frame connected to the kernel.
 
-The explorer works in JupyterLab and under Voila. All controls belong to the page. It asks the
-kernel for policies whose rounds depend on a slider, one at a time, and for live runs.
+The explorer works in JupyterLab and under Voila. The controls belong to the page; their positions
+are traits, which Python reads, sets and observes. The page asks the kernel for policies whose
+rounds depend on a slider, one at a time, and for live runs.
 """
 
 import json
@@ -10,15 +11,15 @@ from threading import Lock, Thread
 from typing import Any
 
 import anywidget
+import pandas as pd
 import plotly.graph_objects as go
 import traitlets
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
 from specnb.book import figures
-from specnb.book.explorer import tables as computed
 from specnb.book.explorer.page import page, play, reduced
-from specnb.book.explorer.tables import Setting, Tables, TracedRun
+from specnb.book.explorer.tables import ALL, THIS_MACHINE, Setting, Tables, TracedRun, sweep_k
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
@@ -30,14 +31,24 @@ from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
-RunLive = Callable[[Setting, Progress], tuple[list[Generation], bool]]
-"""Maps a setting to alternating plain and drafted generations, and whether the machine was busy."""
+TITLE = "Predicted speedup over plain decoding in the same engine, all contents"
+SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 2, 4, 8, 12, 24)"
+SHOWN += " and (temperature == temperature.min() or temperature == temperature.max())"
+"""The rows of `sweep_k` in the figure for readers without a kernel."""
+RunLive = Callable[[Setting, Progress, str], tuple[list[Generation], bool]]
+"""Maps a setting (and a reader's prompt, or "") to alternating plain and drafted generations, and
+whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
     """The explorer of a run's trace; with `run_live`, a setting can run live in the background.
 
-    Raises InputError for a trace that cannot be replayed.
+    The positions of the controls are traits: k, round (0: none), drafter, content, policy,
+    temperature, top_p. `places` are the first ones. Without a kernel, readers see the
+    HTML `still`, or else a figure. Raises InputError for a trace that cannot be replayed.
+
+    >>> explorer.k = 4  # doctest: +SKIP
+    >>> explorer.observe(lambda change: print(explorer.selection), "k")  # doctest: +SKIP
     """
 
     _esm = """
@@ -49,29 +60,49 @@ class Explorer(anywidget.AnyWidget):
         frame.contentDocument.documentElement.style.colorScheme = bright ? "dark" : "light";
       };
       const receive = (message) => frame.contentWindow.receive(message);
+      const names = ["k", "round", "drafter", "content", "policy", "temperature", "top_p"];
+      let own = false; // whether the page has changed the traits
+      const move = () => {
+        if (!own) frame.contentWindow.move(Object.fromEntries(names.map((name) => [name, model.get(name)])));
+      };
+      const tell = (place) => {
+        own = true;
+        for (const name of [...names, "_machine"]) model.set(name, place[name]);
+        own = false;
+        model.save_changes();
+      };
+      const moves = names.map((name) => `change:${name}`);
       frame.onload = () => {
         paint();
-        frame.contentWindow.attach((message) => model.send(message), model.get("_runs"));
+        move();
+        frame.contentWindow.attach((message) => model.send(message), model.get("_runs"), tell);
         fitting.observe(frame.contentDocument.body);
         model.on("msg:custom", receive);
+        for (const event of moves) model.on(event, move);
       };
       Object.assign(frame.style, { width: "100%", border: 0 });
       Object.assign(frame, { title: "explorer", srcdoc: model.get("_page") });
       el.append(frame);
       const repainting = new MutationObserver(() => setTimeout(paint, 300)); // JupyterLab names its theme there
       repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
-      return () => { fitting.disconnect(); repainting.disconnect(); model.off("msg:custom", receive); };
+      return () => { fitting.disconnect(); repainting.disconnect(); model.off("msg:custom", receive);
+        for (const event of moves) model.off(event, move); };
     }
     export default { render };
     """
     _page = traitlets.Unicode().tag(sync=True)
     _runs = traitlets.Bool().tag(sync=True)
 
-    def __init__(self, run: TracedRun, *, run_live: RunLive | None = None) -> None:
+    def __init__(self, run: TracedRun, *, run_live: RunLive | None = None, still: str = "", **places: Any) -> None:
         self._tables = Tables(run.trace)
         self._run = run
         self._run_live = run_live
+        self._still = still
         self._running = Lock()
+        temperature, top_p = self._tables.samplings[0]
+        at = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
+        at |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
+        self.add_traits(**{name: traitlets.Any(value).tag(sync=True) for name, value in at.items()})
         super().__init__(_page=page(reduced(run, self._tables)), _runs=run_live is not None)
         self.on_msg(self._answer)
 
@@ -81,25 +112,41 @@ class Explorer(anywidget.AnyWidget):
         curve = CostCurve.model_validate(record.measurements["verify_curve"])
         return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
+    @property
+    def selection(self) -> pd.DataFrame:
+        """The predictions of `Tables.sweep`, one row per fixed K, at the positions of the controls.
+
+        Between recorded temperatures, it is that of the nearest. For a drafter that the page does
+        not show yet, the machine is that of the trace.
+        """
+        recorded = [temperature for temperature, top_p in self._tables.samplings if top_p == self.top_p]
+        nearest = min(recorded, key=lambda temperature: abs(temperature - self.temperature))
+        machine = Cost(self._run.curve, self._run.c[self.drafter])
+        if self._machine.get("drafter") == self.drafter:
+            machine = _cost_of(self._machine)
+        return self._tables.sweep(Setting(self.drafter, nearest, self.content, FIXED, self.k, machine, self.top_p))
+
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
-        """Return the widget and, for readers without a kernel, a figure of the first drafter."""
-        sweep = computed.sweep_k(self._tables, self._run.curve, self._run.c)
-        _, here = next(iter(sweep.groupby(["machine", "drafter", "temperature"], sort=False)))
-        figure = figures.speedup_over_k(here, title=f"Predicted speed-up, {readable(here['drafter'].iloc[0])}")
+        """Return the widget and, for readers without a kernel, HTML or a figure of every drafter."""
+        widget, metadata = super()._repr_mimebundle_(**asked)
+        if self._still:
+            return widget | {"text/html": self._still}, metadata
+        sweep = sweep_k(self._tables, self._run.curve, self._run.c)
+        shown = sweep.query(SHOWN)
+        category = shown["temperature"].map("temperature {:g}".format)
+        shown = shown.assign(category=category, drafter=shown["drafter"].map(readable))
+        figure = figures.speedup_over_k(shown, panel="drafter", title=TITLE)
         data, metadata = with_picture(figure)._repr_mimebundle_()
-        widget, _ = super()._repr_mimebundle_(**asked)
         return widget | data, metadata
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Answer a message of the page: simulate a policy, or start a live run if none runs."""
-        machine = message["setting"]["machine"]
-        samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
-        curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)
-        setting = Setting(**message["setting"] | {"machine": Cost(curve, machine["c"])})
+        setting = Setting(**message["setting"] | {"machine": _cost_of(message["setting"]["machine"])})
         if message.get("run"):
             if self._running.acquire(blocking=False):
                 # a daemon thread does not delay the shutdown of the kernel
-                Thread(target=self._measure, args=(setting,), name="specnb-live", daemon=True).start()
+                about = setting, message.get("prompt", "")
+                Thread(target=self._measure, args=about, name="specnb-live", daemon=True).start()
             return
         try:
             answer = play(self._tables, setting)
@@ -107,10 +154,10 @@ class Explorer(anywidget.AnyWidget):
             answer = setting._asdict() | {"machine": None, "error": f"{type(error).__name__}: {error}"}
         self.send({"answer": answer | {"key": message["key"]}})
 
-    def _measure(self, setting: Setting) -> None:
+    def _measure(self, setting: Setting, prompt: str) -> None:
         """Run a setting live and send the result; an error is sent, never raised."""
         try:
-            message = self._compared(setting, *self._run_live(setting, self._report))
+            message = self._compared(setting, *self._run_live(setting, self._report, prompt))
         except BaseException as error:  # every error must reach the reader
             message = {"outcome": f"The live run failed: {type(error).__name__}: {error}"}
         self._running.release()
@@ -125,7 +172,8 @@ class Explorer(anywidget.AnyWidget):
         pairs = zip(drafted, generations[::2], strict=True)
         live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
         here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
-        predicted = self._tables.speedup(here, [g.prompt_id for g in drafted])
+        ids = {r.prompt_id for r in self._tables.recordings} & {g.prompt_id for g in drafted}
+        predicted = self._tables.speedup(here, [*ids])  # a reader's prompt is not among them
         mean_k = sum(g.total_draft_tokens for g in drafted) / sum(len(g.rounds) for g in drafted)
         point = {
             "k": setting.k if setting.policy == FIXED else mean_k,
@@ -138,10 +186,17 @@ class Explorer(anywidget.AnyWidget):
         line = (
             f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
         )
-        line += f" on this machine; predicted for the same prompts: {predicted:.2f}."
+        line += f" on this machine; predicted for the {'same' if ids else 'recorded'} prompts: {predicted:.2f}."
         if busy:
             line += f" Measured while {BUSY}: run it again."
         return {"outcome": line, "point": plain(point, nan=None)}
+
+
+def _cost_of(machine: dict[str, Any]) -> Cost:
+    """Return the costs that the page sends."""
+    samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
+    curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)
+    return Cost(curve, machine["c"])
 
 
 class Plot(anywidget.AnyWidget):
@@ -209,5 +264,5 @@ class Plot(anywidget.AnyWidget):
 
     def update(self, figure: go.Figure) -> None:
         spec = figure.to_dict()
-        self._look = to_json_plotly(spec["layout"] | {"uirevision": "kept"})
+        self._look = to_json_plotly(spec["layout"] | {"uirevision": "same"})
         self._traces = to_json_plotly(spec["data"])  # last: the page draws when it changes
