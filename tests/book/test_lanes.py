@@ -47,7 +47,7 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     root = ET.parse(folder / "two_lanes.svg").getroot()
     texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
-    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 4), strict=False):
+    for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 3), strict=False):
         lines = texts[start + 1 : end]
         shown = ["".join(line.itertext()) for line in lines]
         assert "".join(shown) == generation.text and len(lines) >= 3 and max(map(len, shown)) <= COLUMNS
@@ -57,6 +57,6 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     seconds = [g.decode_s for g in record.generations[:2]]
     assert bars[1] / bars[0] == pytest.approx(seconds[1] / seconds[0], abs=0.01), "one time scale"
     row = k_sweep(record).iloc[-1]
-    ending = " ".join("".join(text.itertext()) for text in texts[-4:])
+    ending = " ".join("".join(text.itertext()) for text in texts[-3:])
     assert f"{row['speedup']:.2f}" in ending and f"{n} of {n} texts the same" in ending
     assert "llama.cpp q4_1, 50.0 tokens/s" in ending and ("] times" in ending) == (n >= 5), "five prompts"

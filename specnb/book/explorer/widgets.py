@@ -130,7 +130,7 @@ class Explorer(anywidget.AnyWidget):
         """Return the widget and, for readers without a kernel, HTML or a figure of every drafter."""
         widget, metadata = super()._repr_mimebundle_(**asked)
         if self._still:
-            return widget | {"text/html": self._still}, metadata
+            return widget | {"text/html": self._still, "text/plain": "Explorer"}, metadata
         sweep = sweep_k(self._tables, self._run.curve, self._run.c)
         shown = sweep.query(SHOWN)
         category = shown["temperature"].map("temperature {:g}".format)
