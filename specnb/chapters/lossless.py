@@ -156,8 +156,8 @@ def planted(record: RunRecord) -> pd.DataFrame:
 def planted_figure(record: RunRecord) -> go.Figure:
     """Draw the two sums of each fault in the toy pair; between the lines they may be chance."""
     table = planted(record)
-    wrong = table["verdict"][1:].eq("wrong")
-    title = f"The audit detects {wrong.sum()} of {len(wrong)} faults planted in a toy pair"
+    detected = table["verdict"][1:].eq("wrong")
+    title = f"The audit detects {detected.sum()} of {len(detected)} faults planted in a toy pair"
     rows = table.rename(columns=SUMS).melt("planted", [*SUMS.values()], var_name="sum", value_name="z")
     return dress(dots(rows, x="z", y="planted", by="sum"), "planted", title_text=title)
 
