@@ -69,9 +69,8 @@ def test_a_draft_with_weights_runs_as_a_model_without_a_prediction(models):
     record = compatibility.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
     assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
-    assert {g.drafter for g in record.generations} == {"", "d", "e"} and [
-        m.close.call_count for m in models.values()
-    ] == [1, 1, 1]
+    assert {g.drafter for g in record.generations} == {"", "d", "e"}
+    assert [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
 
 
