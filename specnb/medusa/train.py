@@ -6,7 +6,6 @@ hidden states once (`data`), and does not run during training.
 """
 
 import io
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -113,16 +112,6 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
     for weight, old in zip(weights, before, strict=True):
         weight.copy_(torch.lerp(old, weight, getattr(recipe, rate)))
     optimizer.zero_grad(set_to_none=True)
-
-
-def time_step(net: Trainee, recipe: Recipe, lesson: Lesson) -> float:
-    """Return the seconds of one forward and backward pass, to estimate the training time."""
-    batch = lesson.batches.at_step(0, recipe)
-    lesson.loss(net, recipe, batch)
-    start_s = time.perf_counter()
-    lesson.loss(net, recipe, batch)[0].backward()
-    net.zero_grad(set_to_none=True)
-    return time.perf_counter() - start_s
 
 
 # --- creating a drafter for a model, and its training metadata ---
