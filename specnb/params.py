@@ -199,7 +199,7 @@ class KSweepParams(NotebookParams):
     pack_prompts: CountOrZero = sized(0, 15, 60)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
-    max_new_tokens: Tokens = sized(16, 128, 256)
+    max_new_tokens: Tokens = sized(16, 64, 128)
     conversations: CountOrZero = sized(1, 8, 14)
     """Number of multi-turn conversations."""
     contexts: list[Tokens] = sized([256], [256, 2048])
@@ -332,7 +332,7 @@ class LeagueParams(NotebookParams):
     pack_prompts: CountOrZero = sized(0, 5, 12)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: CountOrZero = sized(1, 2, 5)
-    max_new_tokens: Tokens = sized(12, 64, 128)
+    max_new_tokens: Tokens = sized(12, 48, 128)
     k_max: Width = 16
 
 
