@@ -116,7 +116,7 @@ class NotebookParams(Params):
 
     >>> budgets = ("quick", "normal", "full")
     >>> [KSweepParams.checked(budget=budget).prompts_per_category for budget in budgets]
-    [1, 8, 14]
+    [1, 6, 14]
     """
 
     sizes: ClassVar[dict[str, Any]] = {}
@@ -195,12 +195,12 @@ class KSweepParams(NotebookParams):
     temperatures: NonEmpty[Temperature] = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = sized(1, 8, 14)
-    pack_prompts: CountOrZero = sized(0, 15, 60)
+    prompts_per_category: Count = sized(1, 6, 14)
+    pack_prompts: CountOrZero = sized(0, 8, 60)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
-    max_new_tokens: Tokens = sized(16, 128, 256)
-    conversations: CountOrZero = sized(1, 8, 14)
+    max_new_tokens: Tokens = sized(16, 64, 128)
+    conversations: CountOrZero = sized(1, 6, 14)
     """Number of multi-turn conversations."""
     contexts: list[Tokens] = sized([256], [256, 2048])
     """Context lengths (tokens) at which forward passes for several sequences are timed."""
@@ -332,7 +332,7 @@ class LeagueParams(NotebookParams):
     pack_prompts: CountOrZero = sized(0, 5, 12)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: CountOrZero = sized(1, 2, 5)
-    max_new_tokens: Tokens = sized(12, 64, 128)
+    max_new_tokens: Tokens = sized(12, 48, 128)
     k_max: Width = 16
 
 

@@ -102,13 +102,13 @@ def _ending(record: RunRecord) -> list[str]:
     speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""
-    same = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
+    identical = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
     fastest = baseline(record)
     name = f"Fastest plain decoding, {fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s"
     marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
     return [
         f"This prompt{best}: {first:.2f} times as fast as plain decoding in the same engine.",
-        f"All prompts ({n}): {whole:.2f} times{same}.",
+        f"All prompts ({n}): {whole:.2f} times{identical}.",
         f"{name}: all prompts with drafts are {over_fastest:.2f} times as fast.",
         *marks,
     ]

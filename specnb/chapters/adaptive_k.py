@@ -19,13 +19,13 @@ from plotly.subplots import make_subplots
 from specnb.book.claims import Estimate
 from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
 from specnb.book.tables import baseline, live_rows
+from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
 from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError, require_known
 from specnb.io import project_dir
 from specnb.measure.auto import route_between
 from specnb.measure.bench import speed_table
-from specnb.measure.content import detect
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.fork import explain_draft

@@ -356,9 +356,9 @@ def draw_faults(table: pd.DataFrame) -> go.Figure:
 
 def draw_speed(table: pd.DataFrame) -> go.Figure:
     """Draw the live RATIOS by category, with intervals over prompts, one panel per ratio."""
-    same = table[["kind", "category", "speedup", "low", "high"]]
+    in_engine = table[["kind", "category", "speedup", "low", "high"]]
     over = table[["kind", "category", "over_fastest", "over_fastest_low", "over_fastest_high"]]
-    panels = dict(zip(RATIOS.values(), (same, over.set_axis(same.columns, axis=1)), strict=True))
+    panels = dict(zip(RATIOS.values(), (in_engine, over.set_axis(in_engine.columns, axis=1)), strict=True))
     rows = pd.concat(panels, names=["ratio"]).reset_index("ratio").reset_index(drop=True)
     rows["kind"] = rows["kind"].map(readable)
     figure = dots(rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x"))

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from specnb.decode.content import ContentK
 from specnb.decode.control import ConfidenceStop, Controller, FixedK, RollingAcceptance
 from specnb.decode.costaware import CostAware
-from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost
 
 FIXED, AUTO = "fixed K", "auto"

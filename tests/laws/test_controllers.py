@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from specnb.decode.content import ContentK
 from specnb.decode.control import (
     ConfidenceStop,
     Controller,
@@ -20,7 +21,6 @@ from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
-from specnb.measure.content import ContentK
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.follow import record
 from specnb.measure.recording import Trace

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specnb.decode import loop, router
+from specnb.decode.content import ContentK
 from specnb.decode.control import FixedK, RollingAcceptance
 from specnb.decode.generate import generate
 from specnb.draft.load import open_pair
@@ -15,7 +16,6 @@ from specnb.errors import NonFiniteLogits
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
 from specnb.measure.baseline import Baseline
-from specnb.measure.content import ContentK
 from specnb.measure.follow import record
 from specnb.measure.fork import explain_draft, explain_fork
 from specnb.measure.policies import CONTROLLERS

@@ -100,9 +100,9 @@ class Explorer(anywidget.AnyWidget):
         self._still = still
         self._running = Lock()
         temperature, top_p = self._tables.samplings[0]
-        at = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
-        at |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
-        self.add_traits(**{name: traitlets.Any(value).tag(sync=True) for name, value in at.items()})
+        options = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
+        options |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
+        self.add_traits(**{name: traitlets.Any(value).tag(sync=True) for name, value in options.items()})
         super().__init__(_page=page(reduced(run, self._tables)), _runs=run_live is not None)
         self.on_msg(self._answer)
 
@@ -132,10 +132,10 @@ class Explorer(anywidget.AnyWidget):
         if self._still:
             return widget | {"text/html": self._still, "text/plain": "Explorer"}, metadata
         sweep = sweep_k(self._tables, self._run.curve, self._run.c)
-        shown = sweep.query(SHOWN)
-        category = shown["temperature"].map("temperature {:g}".format)
-        shown = shown.assign(category=category, drafter=shown["drafter"].map(readable))
-        figure = figures.speedup_over_k(shown, panel="drafter", title=TITLE)
+        ends = sweep.query(SHOWN)
+        category = ends["temperature"].map("temperature {:g}".format)
+        ends = ends.assign(category=category, drafter=ends["drafter"].map(readable))
+        figure = figures.speedup_over_k(ends, panel="drafter", title=TITLE)
         data, metadata = with_picture(figure)._repr_mimebundle_()
         return widget | data, metadata
 

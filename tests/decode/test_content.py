@@ -2,12 +2,12 @@
 
 import json
 
+from specnb.decode import content
+from specnb.decode.content import REPORT_K, ContentK, detect
 from specnb.decode.generate import generate
 from specnb.draft.lookup import LookupDrafter
 from specnb.io import project_dir
 from specnb.lm import toy
-from specnb.measure import content
-from specnb.measure.content import REPORT_K, ContentK, detect
 from specnb.prompts import prompts
 
 
