@@ -55,7 +55,7 @@ def test_each_claim_states_its_data_or_a_conclusion_for_its_verdict():
 def record_of(notebook: str, **measured) -> RunRecord:
     """Return the stored record of a notebook without generations, with other measurements."""
     record = store.record_of(notebook)
-    return record.model_copy(update={"measurements": record.measurements | measured})
+    return record.model_copy(update={"measurements": record.measurements | measured, "generations": []})
 
 
 def tables_of(record: RunRecord) -> dict:
