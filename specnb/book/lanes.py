@@ -97,8 +97,8 @@ def _ending(record: RunRecord) -> list[str]:
     """Return the last lines: speedup on this prompt, over all prompts, and over the fastest."""
     row = k_sweep(record).iloc[-1]  # all contents, speculative
     n = row["n_prompts"]
-    whole = Estimate(*row[["speedup", "low", "high"]], n)
-    over_fastest = Estimate(*row[["over_fastest", "over_fastest_low", "over_fastest_high"]], n)
+    whole = Estimate(row["speedup"], row["low"], row["high"], n)
+    over_fastest = Estimate(row["over_fastest"], row["over_fastest_low"], row["over_fastest_high"], n)
     speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""

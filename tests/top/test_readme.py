@@ -156,9 +156,10 @@ def hybrid() -> str:
 def heads() -> str:
     rows = {row["kind"]: row for row in measurements("05_speed")["speeds"] if row["category"] == "all"}
     hydra, medusa = rows["hydra"], rows["medusa"]
+    over = f"{hydra['over_fastest']:.2f} and {medusa['over_fastest']:.2f}"
     return (
         f"live, {hydra['n_prompts']} prompts, over plain decoding in PyTorch: Hydra {interval(hydra)}, Medusa "
-        f"{interval(medusa)}; over the fastest, llama.cpp's, {hydra['over_fastest']:.2f} and {medusa['over_fastest']:.2f}"
+        f"{interval(medusa)}; over the fastest, llama.cpp's, {over}"
     )
 
 
