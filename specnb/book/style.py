@@ -77,6 +77,11 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
     return figure.update_layout(scattermode="group", scattergap=0.3)
 
 
+def name_panels(figure: go.Figure) -> None:
+    """Reduce the titles of panels to values: "engine=torch" becomes "torch"."""
+    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+
+
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:
     """Return arguments of plotly express for the intervals of `value`, from columns low and high.
 

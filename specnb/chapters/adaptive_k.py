@@ -17,7 +17,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate
-from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
+from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
 from specnb.book.tables import baseline, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
@@ -29,19 +29,11 @@ from specnb.measure.bench import speed_table
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
 from specnb.measure.fork import explain_draft
-from specnb.measure.intervals import interval, rate
+from specnb.measure.intervals import RATIOS, interval, rate
 from specnb.measure.machines import known_machines, machines
 from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import (
-    ReplayStep,
-    counts_of,
-    expected_counts,
-    oracle,
-    route,
-    seconds_of,
-    walk_recording,
-)
+from specnb.measure.replay import ReplayStep, counts_of, expected_counts, oracle, route, seconds_of, walk_recording
 from specnb.measure.sweep import Sweep, plain_text_of
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
@@ -299,10 +291,9 @@ def controller_speeds(study: ControllerStudy) -> pd.DataFrame:
     table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
     table["controller"] = table["policy"].map(label)
     table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all of them")
-    ratios = ["speedup", "low", "high", "over_fastest", "over_fastest_low", "over_fastest_high"]
     counts = ["acceptance_rate", "tau", "identical", "n_prompts"]
     table = table.sort_values("speedup", ascending=False, ignore_index=True)
-    return table[["controller", "drafter", "tokens_per_s", *ratios, "predicted", *counts]]
+    return table[["controller", "drafter", "tokens_per_s", *RATIOS, "predicted", *counts]]
 
 
 def draw_live(table: pd.DataFrame) -> go.Figure:
@@ -425,22 +416,17 @@ def worst(record: RunRecord) -> pd.DataFrame:
     One row per machine, drafter and policy, without the switching conversation. `low` and `high`
     bound the interval over the texts of that content, paired with the same texts at the best K.
     """
-    rows = against_best(record).drop(["best fixed K", BEST_SPEEDUP, "oracle"], level="policy")
-    contents = rows.drop(columns=SWITCHING, errors="ignore")
+    share = against_best(record).drop(["best fixed K", BEST_SPEEDUP, "oracle"], level="policy")
+    contents = share.drop(columns=SWITCHING, errors="ignore")
     table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
-    seconds = _seconds(record)
+    rows = _replay_rows(record)
+    rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
+    seconds = rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")  # lists, by text
     for (machine, drafter, policy), content in table["content"].items():
         pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(["fixed", policy])
         _, *ends = interval(pairs, rate)
         table.loc[(machine, drafter, policy), ["low", "high"]] = ends
     return table
-
-
-def _seconds(record: RunRecord) -> pd.DataFrame:
-    """Return lists of seconds per text: index machine, drafter, content; columns policies."""
-    rows = _replay_rows(record)
-    rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
-    return rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")
 
 
 def draw_worst(table: pd.DataFrame) -> go.Figure:
@@ -527,13 +513,8 @@ def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
         figure.add_vline(
             start.token,
-            line_dash="dot",
-            line_color="#bbb",
-            line_width=1,
             annotation_text=start.content,
-            annotation_font_size=11,
             annotation_y=1 + 0.06 * (at % 3),
-            annotation_yref="y domain",
-            annotation_yanchor="bottom",
+            **STYLE["content"],
             **panel,
         )

@@ -16,7 +16,7 @@ from specnb.io import read_json
 from specnb.measure.bench import speed_table
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent
-from specnb.measure.machines import RATIOS
+from specnb.measure.intervals import RATIOS
 from specnb.measure.recording import Recording
 from specnb.measure.replay import fixed_k
 from specnb.measure.sweep import Sweep
@@ -190,7 +190,9 @@ def draw_region(record: RunRecord) -> go.Figure:
     c = np.linspace(0, 1, 51)
     needed = [cost._replace(c=step).break_even() for step in c]
     figure = go.Figure().add_scatter(x=c, y=needed, mode="lines", name="break-even in this engine", **series(0))
-    points = rank_drafters(record, min(record.params["temperatures"])).dropna(subset="c")
+    points = pd.DataFrame({"c": record.measurements["cs"]})
+    points["alpha_1"] = _first_alpha(record, min(record.params["temperatures"]))
+    points = points.rename(index=record.measurements["names"])
     labels = [readable(name) + _star(record, name) for name in points.index]
     symbols = [*range(9), "star", "pentagon", "hexagram"]
     marks = px.scatter(points, x="c", y="alpha_1", symbol=labels, symbol_sequence=symbols)

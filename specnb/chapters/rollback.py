@@ -15,7 +15,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import dots, dress, error_bars, looks, readable
+from specnb.book.style import dots, dress, error_bars, looks, name_panels, readable
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import EngineError, InputError, LoadError
@@ -26,6 +26,7 @@ from specnb.lm.gguf import binding
 from specnb.lm.load import load
 from specnb.measure.bench import Method, compare, interleaved, tabulate_speeds
 from specnb.measure.experiment import Experiment, Progress, silent
+from specnb.measure.intervals import RATIOS
 from specnb.params import RollbackParams
 from specnb.prompts import Prompt, prompts
 from specnb.records import Generation, RunRecord
@@ -187,7 +188,7 @@ def _with_oracle(groups: Sequence[_Group], k: int, rate: float) -> pd.DataFrame:
     is_plain = table["method"].str.endswith(f": {PLAIN}")
     fastest = table["method"][table["tokens_per_s"].where(is_plain).idxmax()]
     over = tabulate_speeds(runs, baseline=fastest).set_index("method")[["speedup", "low", "high"]]
-    over = over.set_axis(["over_fastest", "over_fastest_low", "over_fastest_high"], axis=1)
+    over = over.set_axis(RATIOS[3:], axis=1)
     # 3. Add rollback counts and memory.
     costs = pd.DataFrame({key: cost for group in groups for key, cost in group.costs(k).items()}).T
     table = table.join(over.join(costs), on="method")
@@ -412,7 +413,7 @@ def draw_strategies(table: pd.DataFrame) -> go.Figure:
         height=140 + 210 * rows["acceptance"].nunique(),
         **error_bars(rows, axis="x"),
     )
-    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    name_panels(figure)
     figure.update_yaxes(categoryarray=[*order.drop(CONTROL, errors="ignore"), CONTROL])
     title = f"Speedup over plain decoding, {rows['n_prompts'].max()} passages<br>{ORACLE}"
     return dress(figure, "rollback_strategies", title_text=title)
@@ -432,6 +433,6 @@ def draw_tree_times(table: pd.DataFrame) -> go.Figure:
         **looks("solve", SOLVES.values(), by=["line_dash", "symbol"]),
         **error_bars(rows, "time (ms)"),
     )
-    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    name_panels(figure)
     figure.update_xaxes(tickvals=table["nodes"].unique())
     return dress(figure, "trees")

@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
+from specnb.book.style import COLORS, dots, dress, error_bars, looks, name_panels, readable
 from specnb.book.tables import NOTHING
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -362,7 +362,7 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     rows = pd.concat(panels, names=["ratio"]).reset_index("ratio").reset_index(drop=True)
     rows["kind"] = rows["kind"].map(readable)
     figure = dots(rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x"))
-    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+    name_panels(figure)
     whole = table[table["category"] == ALL]
     speeds = ", ".join(whole["kind"].map(readable) + whole["speedup"].map(" {:.2f}".format))
     return dress(figure, "speed", title_text=f"Live speed over plain decoding in PyTorch, all prompts: {speeds}")

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from math import nan, sqrt
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import pandas as pd
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 FEWEST = 5
 """Smallest number of prompts for an interval: fewer give no useful estimate of the variance."""
@@ -18,6 +20,8 @@ TERMS = {
 }
 """Coefficients of Student's quantile, by the number of alternatives of which the best is reported.
 Results of adjacent K are correlated: 24 of them count as six."""
+RATIOS = ("speedup", "low", "high", "over_fastest", "over_fastest_low", "over_fastest_high")
+"""Columns of both ratios in a table, with their intervals."""
 
 
 class Interval(NamedTuple):
@@ -71,7 +75,7 @@ def student_t(df: float, tried: int = 1) -> float:
     return sum(term / df**power for power, term in enumerate(TERMS[tried]))
 
 
-def widen(best: pd.DataFrame, tried: int) -> pd.DataFrame:
+def widen(best: "pd.DataFrame", tried: int) -> "pd.DataFrame":
     """Widen the intervals of speedups, each selected as the best of `tried` ones (Bonferroni).
 
     If none of three alternatives gains, the interval of the best one is above 1 in 4 to 5 % of
@@ -80,10 +84,10 @@ def widen(best: pd.DataFrame, tried: int) -> pd.DataFrame:
     """
     df = best["n_prompts"] - 1
     power = student_t(df, tried) / student_t(df)
-    for name, prefix in (("speedup", ""), ("over_fastest", "over_fastest_")):
-        for end in (f"{prefix}low", f"{prefix}high"):
-            if end in best:
-                best = best.assign(**{end: best[name] * (best[end] / best[name]) ** power})
+    for value, *bounds in (RATIOS[:3], RATIOS[3:]):
+        if value in best:
+            wider = {end: best[value] * (best[end] / best[value]) ** power for end in bounds}
+            best = best.assign(**wider)
     return best
 
 

@@ -18,7 +18,7 @@ from specnb.measure.baseline import Baseline
 from specnb.measure.bench import PairBench, time_pairs
 from specnb.measure.cost import NAMED, Cost, CostCurve, plain_rates, verify_curve
 from specnb.measure.experiment import Progress, check_prompts, silent
-from specnb.measure.intervals import FEWEST, pays
+from specnb.measure.intervals import FEWEST, RATIOS, pays
 from specnb.measure.pair import share_options
 from specnb.prompts import CATEGORIES, Prompt, prompts
 from specnb.provenance import provenance
@@ -27,10 +27,6 @@ KS = (2, 4, 8)
 MAX_NEW_TOKENS = 32
 RATES = {"n_prompt": 256, "n_gen": 32, "repeats": 3}
 """Number of tokens of a prefill and of plain decoding, and of timed runs of each."""
-
-
-RATIOS = ("speedup", "low", "high", "over_fastest", "over_fastest_low", "over_fastest_high")
-"""Columns of both ratios in a table, with their intervals."""
 
 
 class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):

@@ -21,7 +21,7 @@ from specnb.errors import InputError
 from specnb.lm.files import local_file, parse
 from specnb.measure.bench import time_pairs
 from specnb.measure.experiment import Progress, silent
-from specnb.measure.machines import RATIOS
+from specnb.measure.intervals import RATIOS
 from specnb.params import ExplorerParams
 from specnb.prompts import categories
 from specnb.records import RunRecord

@@ -47,8 +47,9 @@ class Explorer(anywidget.AnyWidget):
     temperature, top_p. `places` are the first ones. Without a kernel, readers see the
     HTML `still`, or else a figure. Raises InputError for a trace that cannot be replayed.
 
-    >>> explorer.k = 4  # doctest: +SKIP
-    >>> explorer.observe(lambda change: print(explorer.selection), "k")  # doctest: +SKIP
+    To print the predictions whenever K changes:
+
+        explorer.observe(lambda change: print(explorer.selection), "k")
     """
 
     _esm = """
