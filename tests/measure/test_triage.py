@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specnb.chapters.rollback import ScriptedDrafter
+from specnb.chapters.rollback import OracleDrafter
 from specnb.decode.generate import generate
 from specnb.draft.base import Proposal
 from specnb.draft.load import load_drafter
@@ -19,7 +19,7 @@ SIZE = 300
 FORK = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}
 
 
-class Planted(ScriptedDrafter):
+class Planted(OracleDrafter):
     """Drafts `fault(ids, tokens)`, where `ids` are the correct draft tokens."""
 
     def __init__(self, truth, fault):
@@ -86,7 +86,7 @@ def test_a_planted_fault_is_named_first(target, truth, name, fault):
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from((0.15, 0.2, 0.3)) | st.floats(0.15, 1.0), st.integers(1, 6), st.integers(2, 250), st.integers(0))
 def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate, k, n, seed):
-    judged = triage([run(target, ScriptedDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE)
+    judged = triage([run(target, OracleDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE)
     assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
 
@@ -123,6 +123,6 @@ def test_a_text_that_diverges_from_plain_decoding_points_to_the_faulty_side(targ
     perfect = planted(target, truth, lambda ids, tokens: ids, n=120)
     hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
     assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])
-    poor = run(target, ScriptedDrafter(truth, 0.5, vocab_size=SIZE))
+    poor = run(target, OracleDrafter(truth, 0.5, vocab_size=SIZE))
     for drafted in (poor, as_lookup(poor)):
         assert names(drafted, forks=[hard]) == ["text differs"]
