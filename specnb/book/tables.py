@@ -92,7 +92,10 @@ def _over_baseline(rows: pd.DataFrame, record: RunRecord, by: Sequence[str] = ()
 
 def baseline(record: RunRecord) -> Baseline:
     """Return the fastest measured plain decoding; in older records, that of the same engine."""
-    return Baseline.model_validate(record.measurements.get("baseline", {}))
+    plain = [g for g in record.generations if not g.k]
+    seconds = sum(g.decode_s for g in plain)
+    rate = sum(g.n_decoded for g in plain) / seconds if seconds else None
+    return Baseline.model_validate(record.measurements.get("baseline", {}) | {"live_tokens_per_s": rate})
 
 
 def busy(record: RunRecord) -> bool | None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 TOKENS = 24
 """Number of timed tokens per prompt."""
+AGREES = 0.03
+"""Largest relative difference of two plain decoding speeds that are taken to be equal."""
 MOST_BYTES = 1 << 30
 """Models with larger weights are not dequantized in torch for the comparison."""
 
@@ -34,12 +36,15 @@ class Baseline(BaseModel, frozen=True):
 
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
     not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0 for
-    fewer than FEWEST prompts. Older records have no baseline: their share is 1.
+    fewer than FEWEST prompts. `live_tokens_per_s` is the speed of plain decoding in the opened engine
+    during the experiment, which began after the baseline was timed. Older records have no baseline:
+    their share is 1.
     """
 
     baseline_engine: str | None = None
     baseline_tokens_per_s: float | None = None
     plain_tokens_per_s: float | None = None
+    live_tokens_per_s: float | None = None
     share_error: float = 0.0
     baseline_note: str | None = None
 
@@ -72,7 +77,19 @@ class Baseline(BaseModel, frozen=True):
         line += f"{self.baseline_tokens_per_s:.1f} tokens/s"
         if self.share < 1:
             line += f"; in the engine of the target: {self.plain_tokens_per_s:.1f} tokens/s"
-        return f"{line}. {self.baseline_note or ''}".rstrip()
+        return " ".join(filter(None, [f"{line}.", self.drift, self.baseline_note]))
+
+    @property
+    def drift(self) -> str:
+        """A warning if plain decoding had another speed during the experiment, or an empty string.
+
+        Then `over_fastest` compares different states of the machine.
+        """
+        change = (self.live_tokens_per_s or self.plain_tokens_per_s) / self.plain_tokens_per_s - 1
+        if abs(change) <= AGREES:
+            return ""
+        during = f"During the experiment, plain decoding in the engine of the target was {abs(change):.0%}"
+        return f"{during} {'faster' if change > 0 else 'slower'}: over_fastest is uncertain by as much."
 
 
 def find_rivals(name: str) -> list[str]:

@@ -104,6 +104,12 @@ def test_the_interval_over_the_baseline_includes_the_baselines_own():
     assert wide.tolist() == pytest.approx([1.0, 2 ** -(2**0.5), 2**2**0.5])
 
 
+@pytest.mark.parametrize(("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% slower"), (13.0, "30% faster")])
+def test_another_speed_during_the_experiment_is_reported(live, said):
+    timed = Baseline(baseline_engine="x", baseline_tokens_per_s=20.0, plain_tokens_per_s=10.0, live_tokens_per_s=live)
+    assert said in str(timed) and bool(said) == ("uncertain" in str(timed))
+
+
 def test_a_rival_that_cannot_be_opened_is_reported_with_the_reason(timed, monkeypatch):
     target, _, load = timed(0.25)
     load.side_effect = LoadError("of another family")
