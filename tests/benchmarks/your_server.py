@@ -35,22 +35,40 @@ RECORD = Path(__file__).with_suffix(".json")
 
 
 @contextmanager
-def serve(k: int, threads: int, verbosity: int = 0) -> Iterator[str]:
-    """Run llama.cpp's server in this process, with K = `k`, and yield its URL."""
+def serve(
+    k: int,
+    threads: int,
+    target: str = TARGET,
+    draft: str = DRAFT,
+    verify_threads: int | None = None,
+    key_type: str = "F16",
+    p_min: float = 0.0,
+) -> Iterator[str]:
+    """Run llama.cpp's server in this process, with K = `k`, and yield its URL.
+
+    `verify_threads` is the number of threads in passes over several tokens (default: `threads`), `key_type` the type
+    of the keys in the KV cache.
+    """
     params = upstream.CommonParams()
-    params.model_alias = {TARGET}
-    params.model.path = str(prepare(parse(TARGET)))
-    params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, verbosity
+    params.model_alias = {target}
+    params.model.path = str(prepare(parse(target)))
+    params.n_ctx = N_CTX
+    params.n_parallel = 1
+    params.verbosity = 0
     params.endpoint_metrics = True
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.cpuparams.n_threads = threads
+    params.cpuparams_batch.n_threads = verify_threads or threads
+    params.cache_type_k = getattr(upstream.ggml_type, f"GGML_TYPE_{key_type}")
     params.fit_params = params.cache_prompt = False
     drafting = params.speculative
     drafting.types = [
         getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{'DRAFT_SIMPLE' if k else 'NONE'}")
     ]
-    drafting.draft.n_max, drafting.draft.n_min, drafting.draft.p_min = k, 0, 0.0
+    drafting.draft.n_max = k
+    drafting.draft.n_min = 0
+    drafting.draft.p_min = p_min
     if k:
-        drafting.draft.mparams.path = str(prepare(parse(DRAFT)))
+        drafting.draft.mparams.path = str(prepare(parse(draft)))
     server = upstream.Server(params)
     try:
         yield server.listening_address
