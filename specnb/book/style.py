@@ -83,14 +83,13 @@ def name_panels(figure: go.Figure) -> None:
 
 
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:
-    """Return arguments of plotly express for the intervals of `value`, from columns low and high.
+    """Return arguments of plotly express for the intervals of `value`.
 
-    A row whose bounds are NaN gets no bar.
+    Bounds are the columns VALUE_low and VALUE_high, or else low and high. A row whose bounds are
+    NaN gets no bar.
     """
-    return {
-        f"error_{axis}": rows["high"] - rows[value],
-        f"error_{axis}_minus": rows[value] - rows["low"],
-    }
+    low, high = (rows.get(f"{value}_{end}", rows.get(end)) for end in ("low", "high"))
+    return {f"error_{axis}": high - rows[value], f"error_{axis}_minus": rows[value] - low}
 
 
 def readable(name: str) -> str:

@@ -18,7 +18,7 @@ from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate
 from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
-from specnb.book.tables import baseline, live_rows
+from specnb.book.tables import baseline, compact, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
 from specnb.draft.model import ModelDrafter
@@ -272,14 +272,15 @@ def _label_machine(name: str) -> str:
     return name if name == THIS_MACHINE else f"{name} (simulated)"
 
 
-def controller_speeds(study: ControllerStudy) -> pd.DataFrame:
+def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
     """Return the live speeds of plain decoding and every controller, fastest first.
+
+    `check` is `live_check` of the study.
 
     Columns: controller, drafter, tokens_per_s, speedup and over_fastest with intervals over prompts,
     predicted (the same speedup in a replay; missing for the router), acceptance_rate, tau,
     identical (prompts whose text equals plain decoding), n_prompts.
     """
-    record, _ = study
     by = ["drafter", "policy"]
     live = [g for g in record.generations if g.k]
     rows = live_rows(record)  # the plain ones come first
@@ -287,7 +288,7 @@ def controller_speeds(study: ControllerStudy) -> pd.DataFrame:
     rows["policy"] = [PLAIN] * (len(rows) - len(live)) + policies
     rows = rows[rows["prompt_id"].isin([g.prompt_id for g in live])]
     table = baseline(record).over(speed_table(rows, by))
-    replays = live_check(study).groupby(by)[["plain_s", "seconds"]].sum()
+    replays = check.groupby(by)[["plain_s", "seconds"]].sum()
     table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
     table["controller"] = table["policy"].map(label)
     table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all of them")
@@ -297,17 +298,16 @@ def controller_speeds(study: ControllerStudy) -> pd.DataFrame:
 
 
 def draw_live(table: pd.DataFrame) -> go.Figure:
-    """Draw the speedups of `controller_speeds`, and the speed of the fastest plain decoding."""
+    """Draw over_fastest of `controller_speeds`, and plain decoding in the target's engine."""
     rows = table[table["controller"] != PLAIN]
     best = rows.iloc[0]
     title = (
-        f"Live, {best['controller']} ({best['drafter']}) is fastest: {best['speedup']:.2f} times plain decoding<br>"
-        f"in the same engine, {best['over_fastest']:.2f} times the fastest plain decoding"
+        f"Live, {best['controller']} ({best['drafter']}) is fastest: {best['over_fastest']:.2f} times<br>"
+        "the speed of the fastest plain decoding of the same weights"
     )
-    figure = dots(rows, x="speedup", y="controller", by="drafter", **error_bars(rows, axis="x"))
-    fastest = best["speedup"] / best["over_fastest"]
-    figure.add_vline(fastest, line_dash="dot")
-    axis = "live speedup over plain decoding in the same engine<br>(dotted: fastest plain decoding of the same weights)"
+    figure = dots(rows, x="over_fastest", y="controller", by="drafter", **error_bars(rows, "over_fastest", "x"))
+    figure.add_vline(best["over_fastest"] / best["speedup"], line_dash="dot")
+    axis = "live speed (fastest plain decoding of the same weights = 1)<br>dotted: plain decoding in the same engine"
     return dress(figure, "worst", title_text=title, xaxis_title_text=axis)
 
 
@@ -341,12 +341,9 @@ def _replay_rows(record: RunRecord) -> pd.DataFrame:
 
 
 def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
-    """Return the rows of a machine in `against_best`, with display names."""
-    names = {
-        policy: policy if "best fixed K" in policy else f"relative speed: {label(policy)}"
-        for policy in share.index.unique("policy")
-    }
-    return share.loc[machine].rename(index=names, level="policy").rename(index=readable, level="drafter").round(2)
+    """Return a machine's rows of `against_best` for display: drafters and contents by policy."""
+    shown = share.loc[machine].rename(index=label, level="policy").rename(index=readable, level="drafter")
+    return compact(shown.rename_axis(columns="content").stack().unstack("policy", sort=False))
 
 
 def routed(record: RunRecord) -> pd.DataFrame:
@@ -407,7 +404,7 @@ def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
     _name_contents(figure, frame, row=1, col=1)
     speedup = frame["n"].sum() / frame["steps"].sum()
     title = f"Through all texts, the router is predicted to be {speedup:.2f} times as fast as plain decoding"
-    return dress(figure, "mixed_stream", title=f"{title}<br>on: {_label_machine(machine)}", margin_t=130)
+    return dress(figure, "mixed_stream", title_text=f"{title}<br>on: {_label_machine(machine)}")
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
@@ -503,13 +500,14 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
     figure = px.line(named, x="token", y="k", line_shape="hv", **looks("policy", named["policy"], by=["line_dash"]))
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     medians = frame.groupby("policy", sort=False)["k"].median()
-    title = ", ".join(f"{policy} {k:g}" for policy, k in medians.items())
-    title = f"Median draft length as the content switches: {title}<br>(drafter {readable(drafter)}, this machine)"
-    return dress(figure, "k_over_time", title=title, margin_t=130)
+    title = ", ".join(f"{label(policy)} {k:g}" for policy, k in medians.items())
+    title = f"Median draft length as the content switches ({readable(drafter)}, this machine):<br>{title}"
+    return dress(figure, "k_over_time", title_text=title)
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
     """Draw a line where each content begins, labeled above at three alternating heights."""
+    figure.update_layout(margin_t=130, title_y=0.93)
     for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
         figure.add_vline(
             start.token,

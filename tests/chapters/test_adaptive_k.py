@@ -63,7 +63,7 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
 
 
 def test_every_controller_and_the_router_also_run_live(study):
-    speeds = adaptive_k.controller_speeds(study)
+    speeds = adaptive_k.controller_speeds(study.record, adaptive_k.live_check(study))
     assert len(speeds) == 1 + 4 + 5 + 1 and (speeds["n_prompts"] == 2).all() and (speeds["identical"] == 2).all()
     assert (
         speeds["speedup"].is_monotonic_decreasing and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
@@ -77,7 +77,7 @@ def test_speeds_are_relative_to_the_best_fixed_k_and_oracles_are_no_slower(study
     share = adaptive_k.against_best(study.record)
     assert len(share) == (1 + len(NAMED)) * ((2 + 4 + 1) + (2 + 5 + 1))
     assert set(share.index.levels[0]) == {THIS_MACHINE, *(f"{name} (simulated)" for name in NAMED)}
-    assert len(adaptive_k.show_machine(share, THIS_MACHINE)) == 15
+    assert len(adaptive_k.show_machine(share, THIS_MACHINE)) == 6
     worst = adaptive_k.worst(study.record)
     assert sum(len(trace.x) for trace in adaptive_k.draw_worst(worst).data) == len(worst)
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
