@@ -162,8 +162,8 @@ class StartParams(NotebookParams):
     """Id of a prompt in `trace`."""
     temperature: Temperature = 0.0
     """A temperature in `trace`."""
-    k: DraftLength = 8
-    look_at: Count = 4
+    k: DraftLength = 3
+    look_at: Count = 7
     """Number of the round that is shown in detail, from 1."""
     target: str = "smollm2-135m"
     """Model of the timed runs at the end, which use `n_prompts` and `max_new_tokens`."""

@@ -17,6 +17,7 @@ from specnb.book.style import QUICK, readable
 from specnb.book.tables import baseline, k_sweep, live_rows
 from specnb.book.tokens import ACCEPTED, BONUS, CORRECTION, generated, shown_text
 from specnb.lm.vocab import Vocabulary
+from specnb.measure.intervals import RATIOS
 from specnb.records import Generation, RunRecord
 
 COLUMNS = 106
@@ -97,18 +98,16 @@ def _ending(record: RunRecord) -> list[str]:
     """Return the last lines: speedup on this prompt, over all prompts, and over the fastest."""
     row = k_sweep(record).iloc[-1]  # all contents, speculative
     n = row["n_prompts"]
-    whole = Estimate(row["speedup"], row["low"], row["high"], n)
-    over_fastest = Estimate(row["over_fastest"], row["over_fastest_low"], row["over_fastest_high"], n)
+    whole, over_fastest = (Estimate(*row[[*names]], n) for names in (RATIOS[:3], RATIOS[3:]))
     speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""
     identical = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
     fastest = baseline(record)
-    name = f"Fastest plain decoding, {fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s"
-    marks = [f"{QUICK.capitalize()}."] if is_quick(record) else []
+    name = f"{fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s"
+    quick = f" {QUICK.capitalize()}." if is_quick(record) else ""
     return [
         f"This prompt{best}: {first:.2f} times as fast as plain decoding in the same engine.",
         f"All prompts ({n}): {whole:.2f} times{identical}.",
-        f"{name}: all prompts with drafts are {over_fastest:.2f} times as fast.",
-        *marks,
+        f"Over the fastest plain decoding of the same weights ({name}): {over_fastest:.2f} times.{quick}",
     ]
