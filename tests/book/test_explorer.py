@@ -240,7 +240,7 @@ def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path)
     assert baseline["baseline_tokens_per_s"] >= baseline["plain_tokens_per_s"] > 0
     assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
     again = workbench(trace=str(folder_of(kept)), k_max=20).open_trace()
-    assert again.origin.startswith(f"run {kept.run_id}") and "taken again" in again.origin and again[1:4] == run[1:4]
+    assert again.origin.startswith(f"run {kept.run_id}") and "reopened" in again.origin and again[1:4] == run[1:4]
 
 
 def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source():

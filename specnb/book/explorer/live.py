@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from functools import cached_property
 
 from specnb.book.explorer.tables import ALL, SHIPPED, TRACE, Setting, TracedRun, stored
+from specnb.book.style import readable
 from specnb.draft.base import Drafter
 from specnb.draft.load import load_drafter
 from specnb.lm.base import LanguageModel
@@ -67,7 +68,7 @@ class Workbench:
         if source != "new":
             origin = RunRecord(**dict(record) | record.provenance.get("source", {}))
             self.params = ExplorerParams.model_construct(**origin.params)
-            when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, taken again"
+            when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, reopened"
             now = datetime.now(UTC)
             name = run_id(EXPERIMENT, asked)
             fields = {"experiment": EXPERIMENT, "run_id": name, "params": asked, "started": now, "ended": now}
@@ -78,8 +79,8 @@ class Workbench:
         run.trace.save(save(record) / TRACE)
         took = origin.ended - origin.started
         cpu = record.provenance["cpu"]["model"]
-        line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of {origin.params['target']}"
-        line += f" in {took.total_seconds():.0f} s on {cpu}"
+        line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of "
+        line += f"{readable(origin.params['target'])} in {took.total_seconds():.0f} s on {cpu}"
         if run.curve.busy:
             line += "; the machine was busy while forward passes were timed"
         return run._replace(record=record, origin=line)

@@ -32,7 +32,7 @@ from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
 
 TITLE = "Predicted speedup over plain decoding in the same engine, all contents"
-SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 2, 4, 8, 12, 24)"
+SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 3, 6, 9, 12, 16, 20, 24)"
 SHOWN += " and (temperature == temperature.min() or temperature == temperature.max())"
 """The rows of `sweep_k` in the figure for readers without a kernel."""
 RunLive = Callable[[Setting, Progress, str], tuple[list[Generation], bool]]
