@@ -175,7 +175,9 @@ def caption_of(title: str, record: RunRecord) -> str:
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models", ()))}
     models = " with ".join(readable(names[role]) for role in ("target", "drafter") if names.get(role))
     machine = [f"on {facts['cpu']['model']} ({facts['cpu']['usable_cores']} cores)"]
-    if facts.get("extra", {}).get("target", {}).get("device") != "cpu":
+    if "server" in record.measurements:  # on a machine that is not known
+        machine = [f"on a server of {record.measurements['engine']}"]
+    elif facts.get("extra", {}).get("target", {}).get("device") != "cpu":
         machine += [gpu["name"] for gpu in facts.get("gpu") or ()]
     source = vars(record) | facts.get("source", {})
     run = f"{title}: run {source['run_id']} of {source['experiment']}"
