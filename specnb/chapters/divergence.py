@@ -20,7 +20,7 @@ from specnb.divergence.investigate import Investigation, judge_service, random_s
 from specnb.divergence.pair import copy_of, open_net, pair
 from specnb.divergence.parts import find
 from specnb.divergence.setups import Lab, Outcome
-from specnb.divergence.trace import Key
+from specnb.divergence.trace import NEIGHBOR, Key
 from specnb.draft.model import ModelDrafter
 from specnb.errors import require_known
 from specnb.io import digest
@@ -178,6 +178,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
             attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
             read = outcome.trace.params.query("module == @bank").drop_duplicates(["owner", "owner_path"])
+            owners = {*read["owner"].replace(NEIGHBOR, "neighbor")}
             leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
             loaded = [known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)]
             column |= {
@@ -188,15 +189,14 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 f"layer {layer} MoE output std": _statistics(outcome, bank, "out")[1],
                 f"layer {layer} MoE weights, as loaded": digest(sorted(loaded))[:8],
                 f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
-                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted({*read["owner"]})) or NOTHING,
+                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted(owners)) or NOTHING,
             }
         column["first draft token"] = outcome.logits[0][-1].argmax().item()  # the first feed is the prompt
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
     off = [f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING for alone, beside in ends]
-    table = table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
-    return table.replace("neighbour", "neighbor")
+    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
 
 
 SHOWN = {

@@ -13,15 +13,13 @@ import plotly.graph_objects as go
 
 from specnb.book.style import COLORS, MARKERS, dress, series, template
 from specnb.io import project_dir, read_json
+from specnb.measure.baseline import Baseline
+from specnb.measure.intervals import RATIOS
 
 LONGEST = 64
 """The largest candidate for the fastest K."""
-SHOWN = [
-    *("setting", "k", "tokens_per_s", "speedup", "speedup_low", "speedup_high"),
-    *("over_fastest", "over_fastest_low", "over_fastest_high"),
-    *("predicted", "predicted_low", "predicted_high"),
-    *("acceptance_rate", "tau", "round_ms", "n_prompts"),
-]
+SHOWN = ["setting", "k", "tokens_per_s", *RATIOS, "predicted", "predicted_low", "predicted_high"]
+SHOWN += ["acceptance_rate", "tau", "round_ms", "n_prompts"]
 """Columns of `read_small` for display."""
 
 
@@ -126,12 +124,13 @@ def read_small() -> pd.DataFrame:
     over_fastest is over the fastest of all settings, which have the same weights. Its interval does
     not include the uncertainty of the ratio between the settings.
     """
-    table = pd.DataFrame(read_json(project_dir() / "data" / "report" / "small.json")["rows"])
+    rows = read_json(project_dir() / "data" / "report" / "small.json")["rows"]
+    table = pd.DataFrame(rows).rename(columns={"speedup_low": "low", "speedup_high": "high"})
     table["round_ms"] = 1000 * table["tau"] / table["tokens_per_s"]
-    share = table["tokens_per_s"] / table["speedup"] / table.loc[table["k"] == 0, "tokens_per_s"].max()
-    for end in ("", "_low", "_high"):
-        table[f"over_fastest{end}"] = table[f"speedup{end}"] * share
-    return table
+    plain = table[table["k"] == 0].set_index("setting")["tokens_per_s"]
+    fastest = {"baseline_engine": plain.idxmax(), "baseline_tokens_per_s": plain.max()}
+    of_setting = table.groupby("setting", sort=False)
+    return pd.concat(Baseline(**fastest, plain_tokens_per_s=plain[name]).over(part) for name, part in of_setting)
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
@@ -147,8 +146,8 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
             mode="markers",
             name=f"{setting}, live",
             **series(index),
-            error_y_array=rows["speedup_high"] - rows["speedup"],
-            error_y_arrayminus=rows["speedup"] - rows["speedup_low"],
+            error_y_array=rows["high"] - rows["speedup"],
+            error_y_arrayminus=rows["speedup"] - rows["low"],
         )
     code = runs.query("content == 'code'")
     figure.add_scatter(
