@@ -77,10 +77,8 @@ class Workbench:
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
             record = origin.model_copy(update=fields)
         run.trace.save(save(record) / TRACE)
-        took = origin.ended - origin.started
-        cpu = record.provenance["cpu"]["model"]
         line = f"run {origin.run_id} {when}: {len(run.trace.recordings)} recordings of "
-        line += f"{readable(origin.params['target'])} in {took.total_seconds():.0f} s on {cpu}"
+        line += f"{readable(origin.params['target'])} on {record.provenance['cpu']['model']}"
         if run.curve.busy:
             line += "; the machine was busy while forward passes were timed"
         return run._replace(record=record, origin=line)
