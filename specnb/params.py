@@ -264,7 +264,7 @@ class CompatibilityParams(NotebookParams):
     """The field report's pairs of target and drafter."""
     prompts: str = ""
     categories: Categories = ["code", "prose"]
-    prompts_per_category: Count = sized(1, 2, 6)
+    prompts_per_category: Count = sized(1, 3, 6)
     k: DraftLength = 4
     temperature: Temperature = 0.0
     max_new_tokens: Tokens = sized(24, 64)

@@ -70,7 +70,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         target = study.target = study.opened(load(params.target))
         with_weights = [params.draft_model, *(name for name in names if name not in families)]
         models = {name: study.opened(load(name)) for name in with_weights}
-        study.drafters = list(map(ModelDrafter, models.values()))
+        study.drafters = [*map(ModelDrafter, models.values())]
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
         drafters = {}
@@ -171,11 +171,8 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
             zmin=0,
             zmax=len(order),
             colorscale=steps,
-            showscale=False,
-            xgap=2,
-            ygap=2,
             text=letters,
-            texttemplate="%{text}",
+            **STYLE["verdict"]["cells"],
         )
     )
     for verdict in filter(set(matrix["verdict"]).__contains__, order):
@@ -185,11 +182,7 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
             y=[None],
             mode="markers",
             name=f"{letter}: {verdict}",
-            marker_color=colour,
-            marker_size=12,
-            marker_symbol="square",
-            marker_line_color="#444",
-            marker_line_width=1,
+            marker={"color": colour, **STYLE["verdict"]["square"]},
         )
     side = 180 + 38 * len(names)
     title = f"{fits.sum()} of {len(matrix)} ordered pairs need no translation"

@@ -30,9 +30,9 @@ from specnb.params import DivergenceParams
 NOTHING = "-"
 """Placeholder in tables."""
 CASE = {"S0": "alone", "S1": "next to itself", "S3": "next to the larger target"}
-"""The set-ups of the case, as its notes name them."""
+"""The setups of the case, as its notes name them."""
 GALLERY = ("S0", "S1", "S2", "S3")
-"""Set-ups that distinguish the planted faults."""
+"""Setups that distinguish the planted faults."""
 
 LIMIT = np.log10(TIMES_FLOOR)
 """Heat above which a tensor counts as wrong."""
@@ -40,7 +40,7 @@ LOW, HIGH = -1.0, 8.0
 """Range of a heat map: log10(error / floor)."""
 LEAST = 1e-8
 """Smallest value on a logarithmic axis; smaller values are clipped to it."""
-WRONG, SCALE = STYLE["heat"]["wrong"], STYLE["heat"]["scale"]
+WRONG = STYLE["heat"]["wrong"]
 LEGEND = f"0: noise floor of fault-free runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
 
 
@@ -164,11 +164,11 @@ class Study(Experiment):
 
 
 def case_table(investigation: Investigation) -> pd.DataFrame:
-    """Return the statistics in the case's notes, over the prompt: one column per set-up.
+    """Return the statistics in the case's notes, over the prompt: one column per setup.
 
     A key input is the output of the key projection; an attention output is the input of the output
     projection. The digests cover all parameters of an expert bank, as loaded and as read by its
-    operations. `difference` is |last / first set-up - 1|.
+    operations. `difference` is |last / first setup - 1|.
     """
     parts, columns = find(investigation.lab.draft), {}
     for name, says in CASE.items():
@@ -217,11 +217,11 @@ HYPOTHESES = {
     "the fused norm and residual": ("S3", "banks_alone"),
     "routing": ("S3", "banks_alone"),
 }
-"""The notes' hypotheses, each with the set-up and the `divergence_values` entry that decide it."""
+"""The notes' hypotheses, each with the setup and the `divergence_values` entry that decide it."""
 
 
 def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
-    """Return one row per hypothesis of the notes: ruled out or open, and the set-up that decides.
+    """Return one row per hypothesis of the notes: ruled out or open, and the setup that decides.
 
     `planted_fault` has the answer for the planted fault; there is no trace of the `reported_case`.
     """
@@ -241,7 +241,7 @@ def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]
 
 
 def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
-    """Compare each module's outputs in S0w, which is right, with those in the first wrong set-up.
+    """Compare each module's outputs in S0w, which is right, with those in the first wrong setup.
 
     Columns: module; std, |ratio - 1| of the standard deviations, and relative_l2, which include
     errors of earlier modules; by_itself, the module's own largest error; ratio, by_itself / floor.
@@ -289,11 +289,11 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
             marker_line_width=3,
         )
     _name_layers(figure, table["module"], range(len(table)))
-    return dress(figure, "misleading", title_text=title, yaxis_title_text="difference from the fault-free run")
+    return dress(figure, "misleading", title_text=title)
 
 
 def setups_figure(investigation: Investigation) -> go.Figure:
-    """Plot one strip per set-up, modules in run order; the module named first is framed."""
+    """Plot one strip per setup, modules in run order; the module named first is framed."""
     strips, marks = {}, {}
     for setup, outcome in investigation.outcomes.items():
         name = f"{setup} {outcome.setup.says}"
@@ -301,7 +301,7 @@ def setups_figure(investigation: Investigation) -> go.Figure:
         if not outcome.clean:
             marks[name] = outcome.wrong["module"].iloc[0]
     first = " and ".join(dict.fromkeys(marks.values())) or "no module"
-    title = f"First wrong module: {first}, in {len(marks)} of {len(strips)} set-ups"
+    title = f"First wrong module: {first}, in {len(marks)} of {len(strips)} setups"
     return draw_strips(pd.concat(strips, axis=1).T, title=title, marks=marks)
 
 
@@ -313,7 +313,7 @@ def gallery_figure(gallery: Gallery) -> go.Figure:
 
 
 def divergence_values(investigation: Investigation) -> Values:
-    """Return the values for the claims of notebook 06; MISSING for set-ups S2 and S4 if not run.
+    """Return the values for the claims of notebook 06; MISSING for setups S2 and S4 if not run.
 
     `kept` and `kept_itself` are the shares of greedy tokens that do not change if the draft runs
     next to the target, or next to a copy of itself.
@@ -360,7 +360,7 @@ def heat_of(outcome: Outcome) -> pd.DataFrame:
 
 
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
-    """Plot one strip per row (a set-up or a fault): the worst token of each module, in run order.
+    """Plot one strip per row (a setup or a fault): the worst token of each module, in run order.
 
     `table` has one column per module. `marks` maps a row to the module to frame and label.
     """
@@ -369,14 +369,9 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
         x=modules,
         y=_named(table.index),
         z=table.round(2).to_numpy().tolist(),
-        ygap=3,
-        colorscale=SCALE,
         zmin=LOW,
         zmax=HIGH,
-        colorbar_title_text="log10(error / floor)",
-        colorbar_title_side="right",
-        colorbar_thickness=14,
-        colorbar_outlinewidth=1,
+        **STYLE["heat"]["cells"],
     )
     figure = go.Figure(heat)
     for name, module in marks.items():

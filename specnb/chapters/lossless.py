@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from specnb.book.style import dots, dress
+from specnb.book.style import STYLE, dots, dress
 from specnb.decode import accept
 from specnb.decode.accept import Acceptance
 from specnb.decode.generate import generate, prompt_ids
@@ -83,11 +83,8 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
             target,
             drafter,
             study.chosen,
-            k=params.k,
-            temperature=params.temperature,
-            seed=params.seed,
-            max_new_tokens=params.max_new_tokens,
             progress=progress,
+            **params.model_dump(include={"k", "temperature", "seed", "max_new_tokens"}),
         )
         study.measured["audit"] = audit().document()
         with resampled_from_target():
@@ -122,24 +119,29 @@ def greedy(record: RunRecord) -> pd.DataFrame:
 def panel(record: RunRecord) -> pd.DataFrame:
     """Return the two sums of the real pair, without a fault and with one (`divergence.sampling`).
 
-    `detectable`: the smallest share of positions whose outcome a fault must change to be detected
-    with probability 90 %.
+    `flaws` counts the failed exact checks of the run. `detectable`: the smallest share of positions
+    whose outcome a fault must change for a sum to show it with probability 90 %.
     """
     frames = []
     for name, key in (("no fault", "audit"), (REDRAWN, "audit_of_fault")):
         audit = record.measurements[key]
-        detectable = (LIMIT + POWER) / (2 * audit["n"] ** 0.5)
-        facts = {"planted": name, "verdict": audit["verdict"], "positions": audit["n"], "detectable": detectable}
-        frames.append(pd.DataFrame(audit["panel"]).assign(**facts))
+        facts = {
+            "planted": name,
+            "verdict": audit["verdict"],
+            "positions": audit["n"],
+            "flaws": sum(flaw["count"] for flaw in audit["flaws"].values()),
+        }
+        detectable = (LIMIT + POWER) / 2 / audit["n"] ** 0.5
+        frames.append(pd.DataFrame(audit["panel"]).assign(**facts, detectable=detectable))
     table = pd.concat(frames, ignore_index=True).replace({"name": SUMS})
-    table = table.rename(columns={"name": "test", "far": "significant"})
-    return table[["planted", "verdict", "test", "z", "p_value", "significant", "positions", "detectable"]]
+    table = table.rename(columns={"name": "test", "p_value": "p_value_bound", "far": "significant"})
+    return table[[*facts, "test", "z", "p_value_bound", "significant", "detectable"]]
 
 
 def foreign(record: RunRecord) -> pd.DataFrame:
     """Return one row per source of texts, with the fields of `SourceVerdict`."""
     columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
-    table = pd.DataFrame(record.measurements["foreign"]["sources"], columns=columns).astype({"new": "Int64"})
+    table = pd.DataFrame(record.measurements["foreign"]["sources"], columns=columns)
     return table.rename(columns={"forks": "divergences", "new": "not_in_plain", "first": "first_divergence"})
 
 
@@ -156,10 +158,14 @@ def planted(record: RunRecord) -> pd.DataFrame:
 def planted_figure(record: RunRecord) -> go.Figure:
     """Draw the two sums of each fault in the toy pair; between the lines they may be chance."""
     table = planted(record)
-    detected = table["verdict"][1:].eq("wrong")
+    detected = table["verdict"][1:] == "wrong"
     title = f"The audit detects {detected.sum()} of {len(detected)} faults planted in a toy pair"
     rows = table.rename(columns=SUMS).melt("planted", [*SUMS.values()], var_name="sum", value_name="z")
-    return dress(dots(rows, x="z", y="planted", by="sum"), "planted", title_text=title)
+    figure = dots(rows, x="z", y="planted", by="sum")
+    for limit in (-LIMIT, LIMIT):
+        figure.add_vline(limit, line=STYLE["line"])
+    note = f"Dashed: |z| = {LIMIT:.2f}, the limit of chance"
+    return dress(figure, "planted", title_text=title, title_subtitle_text=note)
 
 
 # --- planted faults of sampling -------------------------------------------------------------------

@@ -62,7 +62,7 @@ def investigate(
 
     wanted = comma_list(setups) if setups else []
     for name in wanted:
-        require_known("set-up", name, SETUPS)
+        require_known("setup", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
     service = deploy_fault(fault, layer=layer) if fault else None

@@ -175,8 +175,8 @@ def check(target: Description, draft: Description) -> Report:
     if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
         same = draft.vocab_size == target.vocab_size
         draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
-    pair = (target, draft)
-    tokens = (target.tokens, draft.tokens)
+    pair = target, draft
+    tokens = target.tokens, draft.tokens
     fitted = None if None in tokens else choose_translation(*tokens)
     way, overlap = fitted or (None, None)
     ids = fitted and compare_ids(*tokens)
@@ -205,7 +205,8 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     if len(names) < 2 or len(set(names)) < len(names):
         raise InputError(f"got {', '.join(names)}, expected two or more different models")
     rows = []
-    for report in (check(target, draft) for target, draft in permutations(described, 2)):
+    for pair in permutations(described, 2):
+        report = check(*pair)
         ids = report.ids
         overlap = report.overlap
         rows.append({
@@ -281,12 +282,11 @@ def _of_pieces(
         yield "pieces", BREAKS, *values, how.format(" and ".join(sources))
         return
     if ids.n_different:
-        token, *pieces = ids.examples[0]
-        a, b = (piece.decode(errors="backslashreplace") for piece in pieces)
+        token, a, b = ids.examples[0]
         remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
         if way is Translation.NONE:
             remedy = f"the tokens cannot be translated. {OTHER_DRAFTERS}"
-        yield "pieces", BREAKS, f"id {token} is {a!r}", f"{b!r}; {ids.n_different} ids differ", remedy
+        yield "pieces", BREAKS, f"id {token} is {_quote(a)}", f"{_quote(b)}; {ids.n_different} ids differ", remedy
     if ids.n_target != ids.n_draft:
         severity = LOWERS if ids.n_different else NOTE
         yield "len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED
@@ -362,6 +362,11 @@ def _show(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
+def _quote(piece: bytes) -> str:
+    """Return a piece as quoted text; an id without text is "unused"."""
+    return repr(piece.decode(errors="backslashreplace")) if piece else "unused"
+
+
 def _ranges(ids: Sequence[int]) -> Iterator[str]:
     """Yield ascending ids; runs of three or more as "first-last"."""
     for _, run in groupby(enumerate(ids), key=lambda pair: pair[1] - pair[0]):
@@ -393,8 +398,8 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
     """
     if option := DRAFT_HEADS.get(draft.architecture):
         return Opinion(True, f"with --spec-type {option} it compares no tokens")
-    pair = (target, draft)
-    vocabs = (target.vocab, draft.vocab)
+    pair = target, draft
+    vocabs = target.vocab, draft.vocab
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
         return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
     for name in ("bos", "eos"):
@@ -415,7 +420,7 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
     pieces = (d.vocab.pieces[FIRST_TEXT : min(d.n_tokens, *sizes)] for d in pair)
     for token, (a, b) in enumerate(zip_longest(*pieces, fillvalue=b""), FIRST_TEXT):
         if a != b:
-            return Opinion(False, f"token {token} is {a!r} and {b!r}")
+            return Opinion(False, f"token {token} is {_quote(a)} and {_quote(b)}")
     return Opinion(True, f"type, added BOS and EOS, sizes, and texts from id {FIRST_TEXT} on agree")
 
 

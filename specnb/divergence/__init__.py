@@ -3,7 +3,7 @@
 This package handles modules, tensors and logs, not speed.
 
 `investigate`  Run the draft alone, next to a copy of itself, a decoy twin and the target
-               (*set-ups*), and replay each module on its recorded inputs. Report the first wrong
+               (*setups*), and replay each module on its recorded inputs. Report the first wrong
                module, the first wrong token and the likely cause. The reference is the draft as
                loaded. A service that computes in lower precision is not judged: load the draft in
                that dtype. Permuted weights that leave the logits unchanged are DIVERGENT, with a

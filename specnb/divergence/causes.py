@@ -45,7 +45,7 @@ def gather(lab: Lab, outcomes: Mapping[str, Outcome], *, repeats: bool = True) -
 
 
 def _setup_evidence(outcomes: Mapping[str, Outcome], repeats: bool) -> Evidence:
-    """Return which set-ups are right, and what contrasts between them show."""
+    """Return which setups are right, and what contrasts between them show."""
     alone = [outcome for outcome in outcomes.values() if outcome.setup.beside == "nobody"]
     right_alone = all(outcome.clean for outcome in alone)
     return {

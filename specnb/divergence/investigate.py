@@ -1,10 +1,10 @@
-"""Run the set-ups, find the first wrong module, rank the causes, report the coverage.
+"""Run the setups, find the first wrong module, rank the causes, report the coverage.
 
     from specnb.divergence.investigate import investigate
     investigate(draft, target, deploy=my_service).line
 
 `deploy(draft, target)` reproduces the service in which nothing is accepted: a context manager under
-which calling the draft does what it does there. Every set-up is fed the same tokens and compared,
+which calling the draft does what it does there. Every setup is fed the same tokens and compared,
 module by module, with a pristine copy on the same inputs.
 """
 
@@ -44,7 +44,7 @@ class Investigation:
 
     `reason` explains a verdict other than DIVERGENT. For DIVERGENT it is "", or states that the
     logits do not show the divergence. `repeats`: two runs without hooks have equal logits, in the
-    first set-up, the first wrong one and the last. `inert`: so do their runs with hooks.
+    first setup, the first wrong one and the last. `inert`: so do their runs with hooks.
     """
 
     verdict: str
@@ -63,7 +63,7 @@ class Investigation:
 
     @property
     def bad(self) -> Outcome | None:
-        """The first wrong set-up; None if all are clean."""
+        """The first wrong setup; None if all are clean."""
         return next((outcome for outcome in self.outcomes.values() if not outcome.clean), None)
 
     @property
@@ -111,14 +111,14 @@ class Investigation:
         return best - second >= LEAD and best + (best - second) >= KNOWN
 
     def nodes(self) -> pd.DataFrame:
-        """Return the tensors wrong by themselves in the first wrong set-up, earliest first.
+        """Return the tensors wrong by themselves in the first wrong setup, earliest first.
 
         The columns are those of `Node` and `call`, the index of the module's call in its step.
         """
         return errors.nodes(self.outcome().wrong)[[*Node._fields, "call"]]
 
     def setups(self) -> pd.DataFrame:
-        """Return one row per set-up; `n_wrong` counts wrong tensors, `foreign` parameters."""
+        """Return one row per setup; `n_wrong` counts wrong tensors, `foreign` parameters."""
         rows = []
         for name, setup in SETUPS.items():
             row = {
@@ -149,7 +149,7 @@ class Investigation:
         return pd.DataFrame(rows, columns=columns)
 
     def outcome(self) -> Outcome:
-        """Return the outcome of the first wrong set-up, or of the last if all are clean."""
+        """Return the outcome of the first wrong setup, or of the last if all are clean."""
         return self.bad or [*self.outcomes.values()][-1]
 
     def document(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def judge_service(
             progress(len(outcomes), total, f"{name}: {SETUPS[name].says}")
             outcomes[name] = lab.run(name, deploy)
 
-    # 1. Run the set-ups, and more of them if the draft is wrong only next to a neighbor.
+    # 1. Run the setups, and more of them if the draft is wrong only next to a neighbor.
     run(setups or FIRST)
     wrong = [outcome for outcome in outcomes.values() if not outcome.clean]
     if not setups and wrong and wrong[0].setup.beside != "nobody":
@@ -274,7 +274,7 @@ def _verdict(lab: Lab, outcomes: Mapping[str, Outcome], doubts: Iterable[str]) -
         bool(wrong),
         doubts=doubts,
         excuses=["all positions are offset by one number, which RoPE does not see" for item in ran if item.offset],
-        sound="every set-up is bit-identical to a copy of the draft as loaded" if alike else "",
+        sound="every setup is bit-identical to a copy of the draft as loaded" if alike else "",
         rest="bits differ from the pristine copy's, in no module by more than another order of summation",
     )
     if verdict == "DIVERGENT":
@@ -308,7 +308,7 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
         yield "the draft's logits differ with and without hooks: the captured run is not the real one"
     foreign = _foreign(outcomes)
     if foreign and {outcome.setup.beside for outcome in outcomes.values()} <= {"nobody", "copy"}:
-        yield f"nothing is wrong{foreign}, whose values are the same in every set-up that ran: run S2"
+        yield f"nothing is wrong{foreign}, whose values are the same in every setup that ran: run S2"
     far, apart = lab.logits_off(outcomes.values())
     if far > min(GROWN * apart, 1.0):  # zeros would differ by 1
         yield f"the logits differ by {far:.2g}, and no compared module is wrong by itself"
@@ -343,7 +343,7 @@ def text(investigation: Investigation) -> str:
         f"wrong: an error above {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs "
         f"with other shapes (relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})",
         "",
-        "Set-ups",
+        "Setups",
         investigation.setups().astype("string").fillna("").to_string(index=False),
     ]
     if investigation.bad is not None:

@@ -1,6 +1,6 @@
-"""The tokens that a draft is fed, the same in every set-up: a prompt, then rounds with rollbacks.
+"""The tokens that a draft is fed, the same in every setup: a prompt, then rounds with rollbacks.
 
-Set-ups can be compared token by token only if none of them chooses its own tokens. A script fixes
+Setups can be compared token by token only if none of them chooses its own tokens. A script fixes
 them; the text has the token fed last at each position.
 """
 

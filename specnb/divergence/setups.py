@@ -1,6 +1,6 @@
-"""The set-ups: the same draft, fed the same tokens, next to different neighbors.
+"""The setups: the same draft, fed the same tokens, next to different neighbors.
 
-A contrast between two set-ups rules out a hypothesis. A draft that uses its neighbor's weights is
+A contrast between two setups rules out a hypothesis. A draft that uses its neighbor's weights is
 right next to a copy of itself, because the values are equal, but wrong next to a decoy twin (same
 shapes, other weights). Each run is replayed on a pristine copy of the draft (`local_errors`).
 """
@@ -83,12 +83,12 @@ class SetUp(NamedTuple):
 
 SETUPS = {name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()}
 FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
-"""Set-ups that always run, and those that follow if the draft is wrong only next to a neighbor."""
+"""Setups that always run, and those that follow if the draft is wrong only next to a neighbor."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one set-up: `errors` as from `errors.judge_errors`, and the draft's `run`.
+    """The outcome of one setup: `errors` as from `errors.judge_errors`, and the draft's `run`.
 
     `logits` has one tensor per feed. `offset`: all positions are offset by a constant, to which
     RoPE is invariant. `coarser`: a less precise dtype that all logits have been rounded to, or "";
@@ -117,7 +117,7 @@ class Outcome:
 
     @property
     def first(self) -> Node:
-        """The first divergence. The set-up must be wrong."""
+        """The first divergence. The setup must be wrong."""
         return Node(*nodes(self.wrong).loc[0, [*Node._fields]])
 
     @property
@@ -127,7 +127,7 @@ class Outcome:
 
 
 class Lab:
-    """Runs a draft in set-ups, and compares each run with a pristine copy on the same inputs.
+    """Runs a draft in setups, and compares each run with a pristine copy on the same inputs.
 
     Raises InputError for a draft in a dtype without known rounding, and for a script with tokens
     that the target does not have.
@@ -156,7 +156,7 @@ class Lab:
         """
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
-        """Run one set-up.
+        """Run one setup.
 
         `deploy(draft, neighbor)` is the suspected service; without it, the models run in turn.
         Raises InputError for a missing target, and for logits of another vocabulary size.
@@ -185,14 +185,14 @@ class Lab:
         return Outcome(setup, errors, run, logits, bool(offset), coarser)
 
     def bare(self, name: str, deploy: Deploy | None = None) -> Logits:
-        """Run one set-up without hooks; return its logits."""
+        """Run one setup without hooks; return its logits."""
         setup = SETUPS[name]
         neighbor = self._neighbor(setup)
         with deploy(self.draft, neighbor) if deploy else nullcontext():
             return self._logits(setup, neighbor)
 
     def logits_off(self, outcomes: Iterable[Outcome]) -> tuple[float, float]:
-        """Return the largest relative L2 error of the set-ups' logits, and that between sound runs.
+        """Return the largest relative L2 error of the setups' logits, and that between sound runs.
 
         The latter is at least the rounding error of the draft's dtype.
         """
@@ -434,7 +434,7 @@ class Coverage(NamedTuple):
 
     @classmethod
     def of(cls, outcome: Outcome, draft: Module) -> "Coverage":
-        """Count the coverage of one set-up."""
+        """Count the coverage of one setup."""
         errors, trace = outcome.errors, outcome.trace
         seen = {*errors.groupby(TENSOR).groups}
         # also tensors with another shape than in the copy, such as attention over a window

@@ -1,4 +1,4 @@
-"""Investigations (verdict, first divergence, coverage, exit code), set-ups, and the report."""
+"""Investigations (verdict, first divergence, coverage, exit code), setups, and the report."""
 
 import copy
 import json
@@ -35,7 +35,7 @@ def test_a_sound_draft_is_sound_in_every_set_up(lab):
     found = judge_service(lab)
     assert found.verdict == "SOUND" and found.exit_code == 0 and found.first is None
     assert found.repeats and found.inert and found.coverage.complete
-    assert tuple(found.outcomes) == FIRST  # nothing is wrong, so no more set-ups run
+    assert tuple(found.outcomes) == FIRST  # nothing is wrong, so no more setups run
     assert found.nodes().empty and not found.causes
 
 
@@ -136,7 +136,7 @@ def test_a_draft_without_a_cache_to_crop_is_refused_with_a_remedy():
         investigate(draft)
 
 
-# --- set-ups --------------------------------------------------------------------------------------
+# --- setups --------------------------------------------------------------------------------------
 
 
 def test_missing_and_unsuitable_models_are_refused(lab):
