@@ -105,15 +105,15 @@ def test_the_derived_values_are_stored_and_the_cure_depends_on_the_drafter():
         assert [claim.verdict(values[claim.value]) for values in (before, after)] == ["corrected", "reproduced"]
 
 
-def test_too_little_data_or_a_planted_twin_leaves_a_claim_undecided():
+def test_too_little_data_or_a_planted_fault_leaves_a_claim_undecided():
     claim = Claim("a", "b", "{x.n} texts", value="x")
     few = claim.judge({"x": Estimate.exact(1, 2)})
-    assert (few["verdict"], few["evidence"]) == ("undecided", "2 of the 5 needed: 2 texts")
+    assert (few["verdict"], few["evidence"]) == ("undecided", "2 of 5 required samples. 2 texts")
     twin = claim._replace(planted=True).judge({"x": Estimate.exact(0, 5)})
-    assert (twin["verdict"], twin["note"]) == ("undecided", "in the planted twin: corrected")
+    assert (twin["verdict"], twin["note"]) == ("undecided", "for the planted fault: corrected")
     text = claims.tabulate_claims([few, twin])
-    assert text.startswith("**Undecided for want of data: 1 of 2 claims.")
-    assert "**undecided** (in the planted twin: corrected)" in text
+    assert text.startswith("**Undecided for lack of data: 1 of 2 claims.")
+    assert "**undecided** (for the planted fault: corrected)" in text
 
 
 FALSE_IS_DATA = {

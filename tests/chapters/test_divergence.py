@@ -42,9 +42,9 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
         assert (before[value]["verdict"], after[value]["verdict"]) == ("reproduced", "corrected")
     for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):
         assert before[value]["verdict"] == after[value]["verdict"] == "undecided"
-        assert before[value]["note"] == "in the planted twin: corrected"
+        assert before[value]["note"] == "for the planted fault: corrected"
         assert after[value]["note"] == before[value]["note"].replace("corrected", "reproduced") or value == "foreign"
-    assert before["at_bank_0"]["note"] == "in the planted twin: reproduced"
+    assert before["at_bank_0"]["note"] == "for the planted fault: reproduced"
     assert before["banks_alone"]["verdict"] == "undecided"
     few = replace(wrong, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
     assert judged(few)["wrong_unrun"]["note"] == "too few data"

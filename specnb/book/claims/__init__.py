@@ -24,10 +24,10 @@ from specnb.store import figures_dir, save, save_beside_figures
 Values = dict[str, Any]
 """Named values that claims refer to."""
 VERDICTS = {
-    "reproduced": "also seen here",
-    "explained": "true there, and why",
-    "corrected": "false, or for another reason",
-    "undecided": "the data do not tell",
+    "reproduced": "also observed here",
+    "explained": "true in the source, for the reason given",
+    "corrected": "false, or true for another reason",
+    "undecided": "the data do not decide",
     "not testable here": "needs another machine or model",
 }
 
@@ -109,10 +109,10 @@ class Claim(NamedTuple):
             evidence += self.conclusion.get(verdict, "").format_map(values)
             if isinstance(value, Estimate) and value.n < self.needs:
                 note = FEW
-                have = f"{value.n} of the {self.needs} needed" if value.n else "not measured in this run"
-                evidence = f"{have}: {evidence}"
+                have = f"{value.n} of {self.needs} required samples" if value.n else "Not measured in this run"
+                evidence = f"{have}. {evidence}"
             elif self.planted:
-                verdict, note = "undecided", f"in the planted twin: {verdict}"
+                verdict, note = "undecided", f"for the planted fault: {verdict}"
         return {"claim": self.claim, "source": self.source, "verdict": verdict, "note": note, "evidence": evidence}
 
 
@@ -142,7 +142,7 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     few = sum(row["note"] == FEW for row in rows)
     lines = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     if few:
-        lines = [f"**Undecided for want of data: {few} of {len(rows)} claims. A larger run may decide.**", "", *lines]
+        lines = [f"**Undecided for lack of data: {few} of {len(rows)} claims. A larger run may decide.**", "", *lines]
     for row in rows:
         note = f" ({row['note']})" if row["note"] else ""
         lines.append(f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |")
