@@ -7,6 +7,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.style import STYLE, dress, error_bars, looks, series, template
+from specnb.measure.cost import EDGES
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
@@ -97,15 +98,20 @@ def _drafting(table: pd.DataFrame, line: str, dodge: float) -> pd.DataFrame:
 
 
 def draw_verify_cost(curve: pd.DataFrame, *, title: str) -> go.Figure:
-    """Draw T(n)/T(1) over n, with both extremes: free extra tokens, and n single steps."""
-    rows = curve.assign(time=(1000 * curve["median_s"]).map("{:.1f} ms".format))
-    figure = px.line(rows, x="width", y="ratio", text="time", markers=True, template=template())
-    figure.update_traces(textposition="top center", name="measured", showlegend=True)
+    """Draw T(n)/T(1) over n, with both extremes: free extra tokens, and n single steps.
+
+    The labels are T(n) in ms.
+    """
     widths = curve["width"]
     ends = [widths.min(), widths.max()]
-    for index, (name, ys) in enumerate({"free width": [1, 1], "n single steps": ends}.items(), start=2):
+    labeled = widths.isin([*EDGES, ends[1]]) | (len(widths) <= len(EDGES))
+    times = (1000 * curve["median_s"]).map("{:.0f}".format).where(labeled, "")
+    figure = px.line(curve, x="width", y="ratio", text=times, markers=True, template=template())
+    figure.update_traces(textposition="top center", name="measured", showlegend=True)
+    for index, (name, ys) in enumerate({"extra tokens free": [1, 1], "n single steps": ends}.items(), start=2):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, **series(index))
-    figure.update_xaxes(tickvals=widths)
+    figure.update_xaxes(tickvals=widths[labeled])
+    figure.update_yaxes(range=[0, 1.2 * curve["ratio"].max()])
     return dress(figure, "verify_cost", title_text=title + _busy_note(curve))
 
 
