@@ -11,24 +11,17 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import nbformat
-import pandas as pd
-from IPython import get_ipython
-from nbformat import NotebookNode
-
-from specnb.book.style import QUICK
-from specnb.decode.generate import generate
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
-from specnb.lm.base import LanguageModel
-from specnb.measure.baseline import time_baseline
-from specnb.measure.bench import interleaved
-from specnb.measure.experiment import Experiment
 from specnb.params import BUDGET, NotebookParams, Params, StartParams
-from specnb.prompts import prompts
-from specnb.records import RunRecord
+
+if TYPE_CHECKING:
+    from nbformat import NotebookNode
+
+    from specnb.lm.base import LanguageModel
+    from specnb.records import RunRecord
 
 _WORDS = {"true": True, "false": False, "none": None, "~": None}
 
@@ -37,7 +30,7 @@ class Source(NamedTuple):
     """A notebook file: its path, its content in nbformat 4.5, and the SHA-256 of its bytes."""
 
     path: Path
-    nb: NotebookNode
+    nb: "NotebookNode"
     sha256: str
 
 
@@ -66,6 +59,8 @@ def find_notebook(name: str | Path) -> Path:
 
 def read_notebook(path: Path) -> Source:
     """Read and validate a notebook. Raises InputError for an invalid file."""
+    import nbformat  # takes seconds, and a kernel does not need it
+
     data = read_bytes(path)
     with reading(f"{path}: the notebook"):
         nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
@@ -174,6 +169,11 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
 
     Afterwards, tables show long texts in full, and tables of a quick run are marked as such.
     """
+    import pandas as pd
+    from IPython import get_ipython
+
+    from specnb.book.style import QUICK
+
     pd.set_option("display.max_colwidth", None)
     params = kind.from_cell(cell)
     if shell := get_ipython():
@@ -185,8 +185,14 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
     return params
 
 
-def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
+def try_once(model: "LanguageModel", params: StartParams, drafter: str) -> "RunRecord":
     """Run the prompt of `params` and others of its category, plain and speculative, interleaved."""
+    from specnb.decode.generate import generate
+    from specnb.measure.baseline import time_baseline
+    from specnb.measure.bench import interleaved
+    from specnb.measure.experiment import Experiment
+    from specnb.prompts import prompts
+
     by_id = {prompt.id: prompt for prompt in prompts()}
     require_known("prompt", params.prompt, by_id)
     first = by_id[params.prompt]

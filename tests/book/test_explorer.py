@@ -29,6 +29,7 @@ from specnb.measure.replay import counts_of, route, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of, load_record
+from tests.tiny_models import llama_gguf
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Cost(CURVE, 0.3, name=THIS_MACHINE)
@@ -50,12 +51,19 @@ def recorded(drafters, prompts, temperature=0.0, **options) -> list:
     return [recording for _, of_prompt in recordings for recording in of_prompt]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_walks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explorer_tables, "WALKS", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
     drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is sometimes right
-    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
+    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=24) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
     return Trace(tuple(r for run in runs for r in run))
 
 
@@ -269,8 +277,10 @@ def test_an_unrecorded_value_is_named_in_the_error(tables):
 # --- the page of a pair
 
 
-def test_a_pair_is_examined_and_its_page_reports_the_results():
-    report = examine("tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12)
+def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("specnb.measure.baseline.find_rivals", lambda name: [])  # no other engine is timed
+    file = str(llama_gguf(tmp_path / "tiny.gguf", n_ctx=1024, all_bytes=True))
+    report = examine(file, file, prompts_per_category=3, max_new_tokens=4)
     document = report.document
     row = document["live"][1]
     assert document["conclusion"].startswith("Leave drafting off") == (row["speedup"] <= 1)
