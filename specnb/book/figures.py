@@ -6,7 +6,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import STYLE, dress, error_bars, looks, series, template
+from specnb.book.style import STYLE, dress, error_bars, looks, name_panels, series, template
 from specnb.measure.cost import EDGES
 
 MANY = 8
@@ -22,7 +22,7 @@ def speedup_over_k(
     sweep: pd.DataFrame,
     *,
     title: str,
-    panel: str = "temperature",
+    panel: str,
     line: str = "category",
     marks: Mapping[str, pd.DataFrame] = {},
     fastest: float = 1.0,
@@ -60,9 +60,7 @@ def speedup_over_k(
             marker_color="#888",
             marker_symbol=f"circle{shape}",
         )
-    for note in figure.layout.annotations:
-        name, _, value = note.text.partition("=")
-        note.text = value if name != "temperature" else f"temperature {value}" if float(value) else "greedy"
+    name_panels(figure)
     if fastest > 1:
         figure.add_hline(fastest, line=STYLE["line"])
         figure.add_scatter(x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"])

@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ET
-from datetime import UTC, datetime
 from functools import partial
 
 import pytest
@@ -14,6 +13,7 @@ from specnb.io import digest, read_json
 from specnb.lm import toy
 from specnb.prompts import Prompt
 from specnb.records import RunRecord
+from tests.book import test_publish as publish_tests
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,11 +28,8 @@ def record_of(model, n: int) -> RunRecord:
                              "rounds": tuple(r._replace(draft_s=0.0, verify_s=1.0, rewind_s=0.0) for r in g.rounds)})
         for g in runs
     ]  # fmt: skip
-    when = datetime(2026, 11, 26, tzinfo=UTC)
-    facts = {"provenance": {"utc": "2026-11-26", "cpu": {"model": "Some CPU", "usable_cores": 2}}, "params": {},
-             "measurements": {"baseline": {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 50.0,
-                                           "plain_tokens_per_s": 20.0}}}  # fmt: skip
-    return RunRecord(run_id="abc123", experiment="00_start_here", started=when, ended=when, generations=runs, **facts)
+    baseline = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 50.0, "plain_tokens_per_s": 20.0}
+    return publish_tests.record_of(experiment="00_start_here", generations=runs, measurements={"baseline": baseline})
 
 
 @pytest.mark.parametrize("n", [2, 5])

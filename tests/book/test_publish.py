@@ -29,8 +29,9 @@ from specnb.book.picture import PLOTLY
 from specnb.book.publish import caption_of, gallery, publish, publish_runs, sidecars
 from specnb.errors import InputError
 from specnb.io import digest, project_dir, read_json, write_atomic
-from specnb.records import Generation, Round, RunRecord
+from specnb.records import RunRecord
 from specnb.store import figures_dir, save
+from tests.book.test_tables import generation
 
 WHEN = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
 HERE = {"cpu": {"model": "Some CPU", "usable_cores": 2}, "gpu": None, "extra": {"target": {"device": "cpu"}}}
@@ -46,11 +47,6 @@ def record_of(**fields) -> RunRecord:
     params = {"target": "smollm2-135m?backend=hf", "drafter": "lookup", "ks": [1, 2]}
     known = {"run_id": "abc123", "experiment": "01_k_sweep", "params": params, "provenance": HERE}
     return RunRecord(**(known | {"started": WHEN, "ended": WHEN} | fields))
-
-
-def generation_of(**fields) -> Generation:
-    plain_step = Round(0, 0, 0, (), (5,), (), 0.0, 0.1, 0.0, 0.0, 0.1, 1)
-    return Generation(prompt_ids=(1,), token_ids=(5,), rounds=(plain_step,), wall_s=0.1, stop_reason="length", **fields)
 
 
 def figure_of(title: str = "Speed-up <b>over</b> K", last: float = 3.0) -> go.Figure:
@@ -140,7 +136,8 @@ def test_the_caption_names_run_models_machine_and_warnings():
     here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"target": {"device": "cuda:0"}}}
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
     assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption
-    generations = generation_of(), generation_of(fallback="no memory", lossless=False)
+    sound = generation("p1", "code", 0.0, [(0, 0)], 0.1)
+    generations = sound, sound.model_copy(update={"fallback": "no memory", "lossless": False})
     caption = caption_of("T", record_of(generations=generations, status="failed"))
     assert all(word in caption for word in ("1 of 2 generations", "lossy", "failed"))
 
