@@ -81,8 +81,7 @@ class Frame:
 
     def send(self, setting, **message):
         """Send a setting in the form in which the page sends it."""
-        m, curve = setting.machine, setting.machine.curve
-        machine = {"name": m.name, "ratios": m.ratios(24), "at8": curve.ratio(8), "c": m.c, "busy": bool(curve.busy)}
+        machine = {"ratios": setting.machine.ratios(24), "c": setting.machine.c}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
     def run(self, setting, **message) -> dict:
@@ -113,8 +112,8 @@ def settings(tables, **fixed):
     return list(dict.fromkeys(rows))
 
 
-def lookup_setting(k=4):
-    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
+def lookup_setting(k=4, **changed):
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))._replace(**changed)
 
 
 def test_predictions_equal_the_replay_whatever_was_predicted_before(tables):
@@ -154,18 +153,16 @@ def test_checks_hold_and_detect_a_wrong_count(trace, tables):
 
 
 def test_the_kernel_replays_policies_for_the_page_and_reports_errors(frame, tables, monkeypatch):
-    bent = Cost.straight(CUSTOM, 3.0, 0.2)
-    for setting in settings(tables, content=ALL, machine=bent):
+    for setting in settings(tables, content=ALL, machine=Cost.straight(CUSTOM, 3.0, 0.2)):
         frame.send(setting, key="[8]")
-        (answer,) = (message["answer"] for message in frame.received)
+        answer = frame.received.pop()["answer"]
         assert answer == play(tables, setting) | {"key": "[8]"}
         rounds = sum(totals[0] for _, totals, _, _ in answer["counts"])
         assert rounds == pytest.approx(tables.predict(setting).rounds, abs=1e-3)
-        frame.received.clear()
     monkeypatch.setattr(frame.explorer, "_tables", None)
     frame.send(lookup_setting(), key="[4]")
-    (message,) = frame.received
-    assert "AttributeError" in message["answer"]["error"] and message["answer"]["drafter"] == LOOKUP
+    answer = frame.received.pop()["answer"]
+    assert "AttributeError" in answer["error"] and answer["drafter"] == LOOKUP and frame.received == []
     assert {policy.option for policy in POLICIES.values()} - {""} == set(CONTROLLERS)
 
 
@@ -197,11 +194,10 @@ def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
 def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, tables, bench):
     measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
     ids = [g.prompt_id for g in measured[1::2]]
-    here = lookup_setting()._replace(machine=Cost(CURVE))
-    ends = [tables.predict(here._replace(temperature=t), ids).speedup for t in (0.0, 0.7)]
+    ends = [tables.predict(lookup_setting(machine=Cost(CURVE), temperature=t), ids).speedup for t in (0.0, 0.7)]
     for temperature, busy in ((0.0, False), (0.35, True), (0.7, False)):
         frame.explorer._run_live = lambda *_, busy=busy: (measured, busy)
-        last = frame.run(lookup_setting()._replace(temperature=temperature))
+        last = frame.run(lookup_setting(temperature=temperature))
         shown = re.search(r"predicted for the same prompts: ([\d.]+)\.", last["outcome"])
         mixed = np.exp(np.interp(temperature, [0.0, 0.7], np.log(ends)))
         assert float(shown[1]) == pytest.approx(mixed, abs=0.0051)
@@ -268,7 +264,7 @@ def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source
 def test_an_unrecorded_value_is_named_in_the_error(tables):
     for wrong in ({"temperature": 0.35}, {"content": "poetry"}, {"drafter": "nothing"}):
         with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
-            tables.predict(lookup_setting()._replace(**wrong))
+            tables.predict(lookup_setting(**wrong))
     with pytest.raises(InputError, match="code-9"):
         tables.predict(lookup_setting(), ["code-9"])
     assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), "two prompts have no interval"
