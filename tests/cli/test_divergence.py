@@ -40,24 +40,12 @@ def deploy(draft, neighbour):
     print("so it may")
     return FAULTS["positional_registry"](draft, neighbour)
 
-def once(draft, neighbour):
-    yield
-
-@contextmanager
-def raises(draft, neighbour):
-    if neighbour is not None:
-        raise KeyError("slot 17")
-    yield
-
 @contextmanager
 def crashes(draft, neighbour):
     def forward(*args, **kwargs):
         raise ZeroDivisionError("in the kernel")
-    kept, draft.forward = draft.forward, forward
-    try:
-        yield
-    finally:
-        del draft.forward
+    draft.forward = forward
+    yield
 """
 
 
