@@ -94,7 +94,7 @@ def generate(
     ignore_eog: bool = False,
     baseline: bool = False,
     verbose: bool = False,
-    as_json: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Generate text; by default, a router drafts only where it pays."""
     from specnb.measure.experiment import ProgressBar
@@ -236,9 +236,9 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
 
     if len(models) > 2:
         raise InputError(f"expected a target and its drafter, got {len(models)} models: {', '.join(models)}")
-    with open_pair(models[0], models[1] if len(models) == 2 else None, strict=True) as (target, drafter, _):
-        results = preflight(drafter, target, k=k) if drafter else preflight(target, k=k)
-        checks = [check._asdict() for check in results]
+    with open_pair(models[0], *models[1:] or [None], strict=True) as (target, drafter, _):
+        opened = (drafter, target) if drafter else (target,)
+        checks = [check._asdict() for check in preflight(*opened, k=k)]
     print_result(as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"]))
     return int(any(check["verdict"] == "fail" for check in checks))
 
