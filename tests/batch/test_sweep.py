@@ -136,10 +136,8 @@ def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
 def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path):
     file = tmp_path / "batch.yaml"
     values = {
-        "1e-3": 0.001, "0.5": 0.5, "8": 8, "true": True, "[1, 2]": [1, 2], "{a: 1}": {"a": 1},
-        "null": None, "~": None, "": None, "012": "012", "0o17": "0o17", "1:30": "1:30",
-        "1_000": "1_000", "yes": "yes", "off": "off", "2026-01-02": "2026-01-02", '"8"': "8",
-        "'true'": "true", '""': "",
+        "1e-3": 0.001, "8": 8, "true": True, "[1, 2]": [1, 2], "{a: 1}": {"a": 1}, "null": None, "": None,
+        "012": "012", "1:30": "1:30", "yes": "yes", "2026-01-02": "2026-01-02", '"8"': "8", '""': "",
     }  # fmt: skip
     lines = "".join(f"  p{index}: {text}\n" for index, text in enumerate(values))
     file.write_text(f"notebook: 01\nparameters:\n{lines}")
