@@ -177,17 +177,6 @@ def lab(context: Context, notebook: str = "00") -> None:
         notebook, words = "00", [notebook, *words]
     source = find_notebook(notebook)
     root = store.results_dir() / "lab"
-    _copy_notebooks(source, root)
-    copy = root / "notebooks" / source.name
-    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
-    raise Exit(subprocess.call(command))
-
-
-def _copy_notebooks(source: Path, root: Path) -> None:
-    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; warn of old copies.
-
-    Symbolic links keep the notebooks' links to figures and data valid.
-    """
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
         copy = root / "notebooks" / path.name
         if not copy.exists():
@@ -200,6 +189,9 @@ def _copy_notebooks(source: Path, root: Path) -> None:
             link.unlink()
         if not link.exists():
             link.symlink_to(project_dir() / name)
+    copy = root / "notebooks" / source.name
+    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
+    raise Exit(subprocess.call(command))
 
 
 @app.command(rich_help_panel=START)
@@ -398,7 +390,7 @@ def bench(
         from specnb.book.explorer.examine import examine
 
         with ProgressBar() as progress:
-            report = examine(
+            document, html = examine(
                 target,
                 names[0],
                 source=prompts,
@@ -407,8 +399,8 @@ def bench(
                 max_new_tokens=max_new_tokens or 64,
                 progress=progress,
             )
-        write_atomic(page, report.page.encode())
-        document = plain(report.document | {"path": str(page)}, nan=None)
+        write_atomic(page, html.encode())
+        document = plain(document | {"path": str(page)}, nan=None)
         shown = ("conclusion", "vocabulary", "costs", "path")
         print_result(as_json, document, *(document[name] for name in shown))
         return

@@ -22,13 +22,14 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.experiment import silent
 from specnb.measure.follow import record
 from specnb.measure.policies import AUTO, CONTROLLERS, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, route, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
-from specnb.store import folder_of, load_record
+from specnb.store import folder_of, load_record, results_dir
 from tests.tiny_models import llama_gguf
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
@@ -276,15 +277,15 @@ def test_an_unrecorded_value_is_named_in_the_error(tables):
 def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypatch):
     monkeypatch.setattr("specnb.measure.baseline.find_rivals", lambda name: [])  # no other engine is timed
     file = str(llama_gguf(tmp_path / "tiny.gguf", n_ctx=1024, all_bytes=True))
-    report = examine(file, file, prompts_per_category=3, max_new_tokens=4)
-    document = report.document
+    options = {"source": "", "contents": "", "prompts_per_category": 3, "max_new_tokens": 4, "progress": silent}
+    document, page = examine(file, file, **options)
     row = document["live"][1]
     assert document["conclusion"].startswith("Leave drafting off") == (row["speedup"] <= 1)
     assert row["method"] == f"K = {document['k']}" and row["n_prompts"] == row["identical"] == 6
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7}
     assert all(str(document["k"]) in line for line in document["flags"].values())
-    assert document["conclusion"] in report.page and document["costs"] in report.page and "@ABOVE@" not in report.page
-    assert load_record(folder_of(report.record)).run_id == document["run_id"]  # `specnb explore` can reopen it
+    assert document["conclusion"] in page and document["costs"] in page and "@ABOVE@" not in page
+    assert stored(results_dir() / "09_explorer" / document["run_id"])  # `specnb explore` can reopen it
 
 
 def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):

@@ -115,15 +115,10 @@ def play(tables: Tables, setting: Setting) -> Json:
     _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
     return {name: getattr(setting, name) for name in place} | {
-        "counts": [[_short(part) for part in split(row)] for row in counts],
+        "counts": [[np.trim_zeros(part.round(DIGITS), "b").tolist() for part in split(row)] for row in counts],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],
     }
-
-
-def _short(numbers: np.ndarray) -> list[float]:
-    """Return rounded numbers without trailing zeros."""
-    return np.trim_zeros(numbers.round(DIGITS), "b").tolist()
 
 
 def page(trace: Json, above: str = "") -> str:

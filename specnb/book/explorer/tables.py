@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.book.tables import check_table
+from specnb.book.tables import ALL, check_table
 from specnb.decode.control import Controller
 from specnb.errors import InputError
 from specnb.io import project_dir
@@ -26,7 +26,6 @@ from specnb.measure.replay import ReplayStep, expected_counts, route, seconds_of
 from specnb.records import RunRecord
 from specnb.store import load_record
 
-ALL = "all"
 THIS_MACHINE = "machine of the trace, measured"
 CUSTOM = "custom"
 FREE = Cost.straight(CUSTOM, 1, 0)

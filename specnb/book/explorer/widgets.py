@@ -25,7 +25,6 @@ from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
 from specnb.io import plain
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.experiment import Progress
 from specnb.measure.intervals import interval, rate_ratio
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
@@ -35,13 +34,13 @@ TITLE = "Predicted speedup over plain decoding in the same engine, all contents"
 SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 3, 6, 9, 12, 16, 20, 24)"
 SHOWN += " and (temperature == temperature.min() or temperature == temperature.max())"
 """The rows of `sweep_k` in the figure for readers without a kernel."""
-RunLive = Callable[[Setting, Progress, str], tuple[list[Generation], bool]]
-"""Maps a setting (and a reader's prompt, or "") to alternating plain and drafted generations, and
-whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
     """The explorer of a run's trace; with `run_live`, a setting can run live in the background.
+
+    `run_live` maps a setting, a `Progress`, and a reader's prompt or "" to alternating plain and
+    drafted generations, and whether the machine was busy.
 
     The positions of the controls are traits: k, round (0: none), drafter, content, policy,
     temperature, top_p. `places` are the first ones. Without a kernel, readers see the
@@ -94,7 +93,7 @@ class Explorer(anywidget.AnyWidget):
     _page = traitlets.Unicode().tag(sync=True)
     _runs = traitlets.Bool().tag(sync=True)
 
-    def __init__(self, run: TracedRun, *, run_live: RunLive | None = None, still: str = "", **places: Any) -> None:
+    def __init__(self, run: TracedRun, *, run_live: Callable | None = None, still: str = "", **places: Any) -> None:
         self._tables = Tables(run.trace)
         self._run = run
         self._run_live = run_live
