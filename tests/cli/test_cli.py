@@ -35,8 +35,8 @@ def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, 
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
     assert code == 0 and "needs translation" in out and "llama.cpp: refuses: add_bos True and False" in out
     document = json.loads(specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")[1])
-    assert document["verdict"] == "works with slicing" and document["llama_cpp"]["accepts"] is True
-    assert document["ids"]["n_different"] == 0 and document["way"] == "slicing" and document["findings"][0]["remedy"]
+    assert (document["verdict"], document["way"]) == ("works with slicing", "slicing")
+    assert document["llama_cpp"]["accepts"] is True and document["findings"][0]["remedy"]
     rows = json.loads(specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")[1])
     assert [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
     is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
