@@ -105,7 +105,8 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return a sidecar's facts about figure and run. Raises InputError for an invalid name."""
-    _require_name(name)
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
         run
@@ -118,11 +119,6 @@ def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
         },
         "record",
     )
-
-
-def _require_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
 
 
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
@@ -227,9 +223,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
-    """Copy the files of a figure and its record. Reads and writes no files with other names."""
+    """Copy the files of a figure and its record."""
     name = sidecar["name"]
-    _require_name(name)
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
     contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
     # the page loads the script of its new folder
