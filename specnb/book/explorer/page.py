@@ -44,12 +44,11 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
     engine = f"{caps['engine']} {caps['dtype']}"
     place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
     fastest = baseline(record)
-    known = fastest if fastest.baseline_engine else "The fastest plain decoding of this file was not measured."
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}",
-        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. {known}",
+        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. {fastest}",
         "target": target,
         "engine": engine,
         "baseline": fastest.model_dump(),
