@@ -141,7 +141,7 @@ def run_job() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background sweep ignores SIGINT
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
     # jsonschema builds a grammar of IRIs for seconds if it can; no notebook contains one
-    sys.modules["rfc3987_syntax"] = None  # pyright: ignore[reportArgumentType]
+    sys.modules["rfc3987_syntax"] = None
     from specnb.book.engine import run_notebook
 
     remote = "://" in job.results

@@ -401,8 +401,7 @@ def bench(
             )
         write_atomic(page, html.encode())
         document = plain(document | {"path": str(page)}, nan=None)
-        shown = ("conclusion", "vocabulary", "costs", "path")
-        print_result(as_json, document, *(document[name] for name in shown))
+        print_result(as_json, document, *(document[name] for name in ("conclusion", "vocabulary", "costs", "path")))
         return
     options = {"heads_checkpoint": heads_checkpoint} if heads_checkpoint else {}
     with reading(f"--k {k}"):
