@@ -196,7 +196,7 @@ def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, t
     measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
     ids = [g.prompt_id for g in measured[1::2]]
     ends = [tables.predict(lookup_setting(machine=Cost(CURVE), temperature=t), ids).speedup for t in (0.0, 0.7)]
-    for temperature, busy in ((0.0, False), (0.35, True), (0.7, False)):
+    for temperature, busy in ((0.0, False), (0.35, True)):
         frame.explorer._run_live = lambda *_, busy=busy: (measured, busy)
         last = frame.run(lookup_setting(temperature=temperature))
         shown = re.search(r"predicted for the same prompts: ([\d.]+)\.", last["outcome"])
@@ -223,16 +223,11 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
 def test_the_positions_of_the_controls_select_predictions(frame, tables):
     explorer = frame.explorer
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
-    for drafter, temperature, nearest, sent in (
-        (LOOKUP, 0.0, 0.0, {}),
-        (MODEL, 0.4, 0.7, {}),
-        (MODEL, 0.3, 0.0, steep),
-    ):
-        explorer.drafter, explorer.temperature = drafter, temperature
-        explorer._machine = sent and {"drafter": drafter, "ratios": sent.ratios(24), "c": sent.c}
-        machine = sent or Cost(CURVE, {LOOKUP: 0.0, MODEL: 0.3}[drafter])
-        wanted = tables.sweep(Setting(drafter, nearest, ALL, FIXED, 8, machine))
-        pd.testing.assert_frame_equal(explorer.selection, wanted)
+    for temperature, nearest, moved in ((0.4, 0.7, False), (0.3, 0.0, True)):
+        explorer.drafter, explorer.temperature = MODEL, temperature
+        explorer._machine = {"drafter": MODEL if moved else LOOKUP, "ratios": steep.ratios(24), "c": steep.c}
+        wanted = Setting(MODEL, nearest, ALL, FIXED, 8, steep if moved else Cost(CURVE, 0.3))
+        pd.testing.assert_frame_equal(explorer.selection, tables.sweep(wanted))
 
 
 def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path):

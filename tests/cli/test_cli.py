@@ -246,7 +246,6 @@ TABLES = {
     "an id beside long text": (["run_id", "params"], [["f3d1bcdd9791", "seed=1, " * 30]], []),
     "a name and five columns of text": (["name", *"abcde"], [[LONG, *["some words, and more"] * 5]], ["c", "d", "e"]),
     "two long names": (["target", "draft", "c"], [[f"{LONG[:-5]}x", LONG, 0.25]], ["c"]),
-    "facts": (["", ""], [["path", "/folder" * 30], ["layers", 30]], []),
     "nothing": (["name"], [], []),
 }
 

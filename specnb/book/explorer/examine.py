@@ -55,10 +55,12 @@ def examine(
     by content and temperature, `live` the timings at K = `k`, and `costs` a sentence about the costs
     of a round, on which the predictions are based.
 
-    An empty `source` stands for the shipped prompts. `contents` are category names separated by commas; the
-    default is all categories of a file, or code, json and prose (json only with a chat template).
-    The run is saved as a run of notebook 09. Raises InputError for a draft model that needs
-    vocabulary translation, and the errors of `read.describe`, `load` and `generate`.
+    An empty `source` stands for the shipped prompts. `contents` are category names separated by
+    commas; the default is all categories of a file, or code, json and prose (json only with a chat
+    template). The run is saved as a run of notebook 09.
+
+    Raises InputError for a draft model that needs vocabulary translation, and the errors of
+    `read.describe`, `load` and `generate`.
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
