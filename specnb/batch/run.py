@@ -140,8 +140,6 @@ def run_job() -> None:
     job = Job(*json.loads(sys.stdin.readline()))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a background sweep ignores SIGINT
     threading.Thread(target=_interrupt_at_end_of_input, daemon=True).start()
-    # jsonschema builds a grammar of IRIs for seconds if it can; no notebook contains one
-    sys.modules["rfc3987_syntax"] = None
     from specnb.book.engine import run_notebook
 
     remote = "://" in job.results

@@ -13,13 +13,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import nbformat
+from nbformat import NotebookNode
+
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
 from specnb.params import BUDGET, NotebookParams, Params, StartParams
 
 if TYPE_CHECKING:
-    from nbformat import NotebookNode
-
     from specnb.lm.base import LanguageModel
     from specnb.records import RunRecord
 
@@ -30,7 +31,7 @@ class Source(NamedTuple):
     """A notebook file: its path, its content in nbformat 4.5, and the SHA-256 of its bytes."""
 
     path: Path
-    nb: "NotebookNode"
+    nb: NotebookNode
     sha256: str
 
 
@@ -59,8 +60,6 @@ def find_notebook(name: str | Path) -> Path:
 
 def read_notebook(path: Path) -> Source:
     """Read and validate a notebook. Raises InputError for an invalid file."""
-    import nbformat  # takes seconds, and a kernel does not need it
-
     data = read_bytes(path)
     with reading(f"{path}: the notebook"):
         nb = nbformat.v4.upgrade(nbformat.reads(data.decode(), as_version=4))
