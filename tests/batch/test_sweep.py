@@ -103,11 +103,8 @@ def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
     server.start()
     try:
         host, port = server.get_host_and_port()
-        for name, value in {
-            "ACCESS_KEY_ID": "test",
-            "SECRET_ACCESS_KEY": "test",
-            "ENDPOINT_URL": f"http://{host}:{port}",
-        }.items():
+        facts = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "ENDPOINT_URL": f"http://{host}:{port}"}
+        for name, value in facts.items():
             monkeypatch.setenv(f"AWS_{name}", value)
         import boto3
 

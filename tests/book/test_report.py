@@ -24,8 +24,6 @@ def test_a_line_fit_to_six_code_rows_predicts_the_held_out_prose_rows(table):
     assert rows.loc["prose", "best_k"].tolist() == [6, 7] and rows.loc["code", "best_k"].between(22, 47).all()
     assert rows.loc["self", "implied_c"] == pytest.approx(0.84, abs=0.005)
     assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
-    *marks, fit, plain = report.draw_rounds(table, line).data
-    assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
 
 
 def test_reported_rates_match_counts(table):
@@ -43,7 +41,7 @@ def test_the_named_machine_has_the_costs_of_the_report(table):
         assert table["plain_s"][0] * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
 
 
-def test_the_small_experiment_is_as_fast_as_predicted(table):
+def test_the_small_experiment_is_as_fast_as_predicted():
     small = report.read_small()
     drafted = small[small["k"] > 0]
     assert drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()
@@ -51,4 +49,3 @@ def test_the_small_experiment_is_as_fast_as_predicted(table):
     above = drafted["predicted_high"] < drafted["low"]
     assert not (below | above).any() and not small["busy"].any()
     assert (small["over_fastest"] <= small["speedup"] + 1e-9).all()
-    assert len(report.draw_small(small, table).data) == 7
