@@ -7,7 +7,7 @@ rounds depend on a slider, one at a time, and for live runs.
 
 import json
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import anywidget
@@ -98,7 +98,6 @@ class Explorer(anywidget.AnyWidget):
         self._run = run
         self._run_live = run_live
         self._still = still
-        self._running = Lock()
         temperature, top_p = self._tables.samplings[0]
         options = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
         options |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
@@ -140,13 +139,11 @@ class Explorer(anywidget.AnyWidget):
         return widget | data, metadata
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
-        """Answer a message of the page: simulate a policy, or start a live run if none runs."""
+        """Answer a message of the page: simulate a policy, or start a live run."""
         setting = Setting(**message["setting"] | {"machine": _cost_of(message["setting"]["machine"])})
         if message.get("run"):
-            if self._running.acquire(blocking=False):
-                # a daemon thread does not delay the shutdown of the kernel
-                about = setting, message.get("prompt", "")
-                Thread(target=self._measure, args=about, name="specnb-live", daemon=True).start()
+            # a daemon thread does not delay the shutdown of the kernel
+            Thread(target=self._measure, args=(setting, message.get("prompt", "")), daemon=True).start()
             return
         try:
             answer = play(self._tables, setting)
@@ -160,7 +157,6 @@ class Explorer(anywidget.AnyWidget):
             message = self._compared(setting, *self._run_live(setting, self._report, prompt))
         except BaseException as error:  # every error must reach the reader
             message = {"outcome": f"The live run failed: {type(error).__name__}: {error}"}
-        self._running.release()
         self.send(message | {"done": True})
 
     def _report(self, done: int, total: int, step: str) -> None:
