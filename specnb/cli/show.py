@@ -83,7 +83,7 @@ class App(Typer):
 
 def declare(name: str, row: str | Mapping[str, Any]) -> Any:
     """Return typer's declaration of the parameter `name` from its row in `options.toml`."""
-    facts = {"help": row} if isinstance(row, str) else dict(row)
+    facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
     facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
     facts |= {"rich_help_panel": facts.pop("panel", None), "hidden": facts.pop("rare", False)}
     if facts.pop("argument", False):
