@@ -96,7 +96,7 @@ def _ending(record: RunRecord) -> list[str]:
     """Return the last lines: speedup on this prompt, over all prompts, and over the fastest."""
     row = k_sweep(record).iloc[-1]  # all contents, speculative
     n = row["n_prompts"]
-    whole, over_fastest = (Estimate(*row[[*names]], n) for names in (RATIOS[:3], RATIOS[3:]))
+    whole, over_fastest = (Estimate(*row[[*names]], n=n) for names in (RATIOS[:3], RATIOS[3:]))
     speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""
