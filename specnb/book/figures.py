@@ -7,7 +7,6 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.style import STYLE, dress, error_bars, looks, name_panels, series, template
-from specnb.measure.cost import EDGES
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
@@ -15,6 +14,8 @@ PANELS = 4
 """Largest number of panels in a row."""
 ROWS_HEIGHT = 640
 """Height of a figure with two rows of panels, in pixels."""
+EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
+"""Widths that are labeled: those of `measure.cost`, which figures may not import."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
