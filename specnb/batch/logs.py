@@ -341,14 +341,9 @@ def by_position(requests: Sequence[Request]) -> pd.DataFrame:
     """
     accepted, drafted = (np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True))
     tested = np.minimum(accepted + 1, drafted)
-    places = range(1, drafted.max() + 1)
-    table = pd.DataFrame(
-        {
-            "position": places,
-            "accepted": [(accepted >= place).sum() for place in places],
-            "tested": [(tested >= place).sum() for place in places],
-        }
-    )
+    table = pd.DataFrame({"position": range(1, drafted.max() + 1)})
+    for name, counts in {"accepted": accepted, "tested": tested}.items():
+        table[name] = [(counts >= place).sum() for place in table["position"]]
     return table.assign(alpha=table["accepted"] / table["tested"], tau=1 + table["accepted"].cumsum() / len(accepted))
 
 

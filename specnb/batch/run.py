@@ -76,18 +76,16 @@ def place(results: str) -> tuple["FileSystem", str]:
         return fs.FileSystem.from_uri(results if "://" in results else Path(results))
 
 
-def has_completed(job: Job, *, same_notebook: bool = False) -> bool:
-    """Return whether a run with these parameters has completed.
+def completed_notebook(job: Job) -> str:
+    """Return the digest of the notebook whose run with these parameters has completed, or "".
 
-    With `same_notebook`, the notebook file must also be unchanged. Raises InputError if the results
-    cannot be read.
+    Raises InputError if the results cannot be read.
     """
     system, path = place(file := f"{job.folder}/{store.OUTCOME}")
     with reading(file), suppress(FileNotFoundError), system.open_input_stream(path) as stream:
         outcome = json.loads(stream.read())
-        of_notebook = outcome["notebook_sha256"] == job.notebook_sha256 or not same_notebook
-        return of_notebook and outcome["status"] == "completed"
-    return False
+        return outcome["notebook_sha256"] if outcome["status"] == "completed" else ""
+    return ""
 
 
 def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
@@ -148,7 +146,8 @@ def run_job() -> None:
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
             outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
-            if remote and (outcome.status == "completed" or not has_completed(job)):  # a completed run is not replaced
+            # a completed run is not replaced
+            if remote and (outcome.status == "completed" or not completed_notebook(job)):
                 _upload(Path(outcome.output).parent, *place(job.folder))
     except SpecnbError as error:
         sys.stderr.write(f"{error}\n")

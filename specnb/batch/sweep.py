@@ -19,7 +19,7 @@ import yaml
 from pydantic import BaseModel
 
 from specnb import store
-from specnb.batch.run import Ended, Job, execute, has_completed
+from specnb.batch.run import Ended, Job, completed_notebook, execute
 from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve_params
 from specnb.errors import FetchError, InputError
 from specnb.io import comma_list, read_text, reading, validated
@@ -44,14 +44,10 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 def read_batch(path: Path) -> Batch:
     """Read a batch from a YAML file; values without quotes are parsed as on the command line.
 
-    Raises InputError for invalid content, a repeated key or an alias (`*name`).
+    Raises InputError for invalid content or a repeated key.
     """
     with reading(f"{path}: the YAML"):
-        text = read_text(path)
-        for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):  # aliases may be recursive, or grow exponentially
-                raise ValueError(f"alias {event.anchor!r}: write its value out")
-        node = yaml.compose(text)
+        node = yaml.compose(read_text(path))
         document = node and _value_of(node)
     return validated(Batch, document, str(path))
 
@@ -124,7 +120,7 @@ def run_sweep(
     """
     todo = []
     for job in chosen:
-        if has_completed(job, same_notebook=True):
+        if completed_notebook(job) == job.notebook_sha256:
             yield Ended(job.run_id, job.params, "skipped", folder=job.folder)
         else:
             todo.append(job)

@@ -9,7 +9,7 @@ Only a completed run replaces a completed run: a repeated run that fails writes
 import json
 import os
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -87,7 +87,7 @@ def run_notebook(
         environment[BUDGET] = resolved["budget"]
     with locked(folder / ".lock", "another process runs this notebook with the same parameters; wait"):
         before = folder / store.OUTCOME
-        completed = before.is_file() and read_json(before).get("status") == "completed"
+        completed = before.is_file() and read_json(before)["status"] == "completed"
         again = ".again" if completed else ""
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)
@@ -106,7 +106,6 @@ def run_notebook(
             if again and not problem:
                 again = ""
                 output = output.replace(folder / "notebook.ipynb")
-            duration_s = perf_counter() - start_s
             outcome = NotebookOutcome(
                 notebook=source.path.name,
                 notebook_sha256=source.sha256,
@@ -115,8 +114,8 @@ def run_notebook(
                 status="failed" if problem else "completed",
                 error=problem,
                 started=started.isoformat(),
-                ended=(started + timedelta(seconds=duration_s)).isoformat(),
-                duration_s=duration_s,
+                ended=datetime.now(UTC).isoformat(),
+                duration_s=perf_counter() - start_s,
                 output=str(output),
             )
             write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())

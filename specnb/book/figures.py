@@ -6,8 +6,7 @@ import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
 
-from specnb.book.style import STYLE, dress, error_bars, looks, series, template
-from specnb.measure.cost import EDGES
+from specnb.book.style import STYLE, dress, error_bars, looks, name_panels, series, template
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
@@ -15,6 +14,8 @@ PANELS = 4
 """Largest number of panels in a row."""
 ROWS_HEIGHT = 640
 """Height of a figure with two rows of panels, in pixels."""
+EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
+"""Widths that are labeled: those of `measure.cost`, which figures may not import."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
@@ -22,7 +23,7 @@ def speedup_over_k(
     sweep: pd.DataFrame,
     *,
     title: str,
-    panel: str = "temperature",
+    panel: str,
     line: str = "category",
     marks: Mapping[str, pd.DataFrame] = {},
     fastest: float = 1.0,
@@ -60,9 +61,7 @@ def speedup_over_k(
             marker_color="#888",
             marker_symbol=f"circle{shape}",
         )
-    for note in figure.layout.annotations:
-        name, _, value = note.text.partition("=")
-        note.text = value if name != "temperature" else f"temperature {value}" if float(value) else "greedy"
+    name_panels(figure)
     if fastest > 1:
         figure.add_hline(fastest, line=STYLE["line"])
         figure.add_scatter(x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"])

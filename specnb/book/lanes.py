@@ -40,14 +40,10 @@ rect { fill: #fff; } .bar { fill: #0072b2; }
 
 
 def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
-    """Publish a record's first two generations, plain and speculative, as `NAME.svg`; return it."""
-    svg = draw_lanes(record, vocab)
-    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
-    return SVG(svg)
+    """Publish a record's first two generations, plain and speculative, as `NAME.svg`; return it.
 
-
-def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
-    """Return the SVG. It ends with the speedup on this prompt, and over all of the record."""
+    It ends with the speedup on this prompt, and over all of the record.
+    """
     plain, drafted = record.generations[:2]
     longest_s = max(plain.decode_s, drafted.decode_s)
     top = 0
@@ -69,7 +65,9 @@ def draw_lanes(record: RunRecord, vocab: Vocabulary) -> str:
     size = f'width="{WIDTH}" height="{top + 20}" viewBox="0 0 {WIDTH} {top + 20}"'
     label = escape(caption_of("One prompt, plainly and with drafts", record))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{label}</title><style>{STYLE}</style>'
-    return f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
+    svg = f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
+    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
+    return SVG(svg)
 
 
 def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
@@ -98,7 +96,7 @@ def _ending(record: RunRecord) -> list[str]:
     """Return the last lines: speedup on this prompt, over all prompts, and over the fastest."""
     row = k_sweep(record).iloc[-1]  # all contents, speculative
     n = row["n_prompts"]
-    whole, over_fastest = (Estimate(*row[[*names]], n) for names in (RATIOS[:3], RATIOS[3:]))
+    whole, over_fastest = (Estimate(*row[[*names]], n=n) for names in (RATIOS[:3], RATIOS[3:]))
     speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""

@@ -11,24 +11,18 @@ import os
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import nbformat
-import pandas as pd
-from IPython import get_ipython
 from nbformat import NotebookNode
 
-from specnb.book.style import QUICK
-from specnb.decode.generate import generate
 from specnb.errors import InputError, require_known
 from specnb.io import comma_list, digest, project_dir, read_bytes, reading
-from specnb.lm.base import LanguageModel
-from specnb.measure.baseline import time_baseline
-from specnb.measure.bench import interleaved
-from specnb.measure.experiment import Experiment
 from specnb.params import BUDGET, NotebookParams, Params, StartParams
-from specnb.prompts import prompts
-from specnb.records import RunRecord
+
+if TYPE_CHECKING:
+    from specnb.lm.base import LanguageModel
+    from specnb.records import RunRecord
 
 _WORDS = {"true": True, "false": False, "none": None, "~": None}
 
@@ -127,9 +121,8 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
     """Return the defaults of the `parameters` cell, and the class that checks them (or None)."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
-    with reading("the metadata `specnb`"):
-        if name := source.nb.metadata.get("specnb", {}).get("params"):
-            require_known("class of parameters", name, models)
+    if name := source.nb.metadata.get("specnb", {}).get("params"):
+        require_known("class of parameters", name, models)
     return declared(cells[0]) if cells else {}, models.get(name)
 
 
@@ -174,6 +167,11 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
 
     Afterwards, tables show long texts in full, and tables of a quick run are marked as such.
     """
+    import pandas as pd
+    from IPython import get_ipython
+
+    from specnb.book.style import QUICK
+
     pd.set_option("display.max_colwidth", None)
     params = kind.from_cell(cell)
     if shell := get_ipython():
@@ -185,8 +183,14 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
     return params
 
 
-def try_once(model: LanguageModel, params: StartParams, drafter: str) -> RunRecord:
+def try_once(model: "LanguageModel", params: StartParams, drafter: str) -> "RunRecord":
     """Run the prompt of `params` and others of its category, plain and speculative, interleaved."""
+    from specnb.decode.generate import generate
+    from specnb.measure.baseline import time_baseline
+    from specnb.measure.bench import interleaved
+    from specnb.measure.experiment import Experiment
+    from specnb.prompts import prompts
+
     by_id = {prompt.id: prompt for prompt in prompts()}
     require_known("prompt", params.prompt, by_id)
     first = by_id[params.prompt]

@@ -49,27 +49,21 @@ def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str,
     """Return `figure` as notebooks show it, its images by suffix, and why images are missing."""
     drawn = PicturedFigure(figure.to_dict())
     drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
-    images, skipped = render_figure(drawn)
     drawn._title = plain_text(figure.layout.title.text)
-    drawn._picture = images.pop("still", b"")
-    if "png" in skipped:
-        sys.stderr.write(f"plotly only, no picture: {skipped['png']}\n")
-    return drawn, images, skipped
+    try:
+        images = browser().images(drawn.to_dict())
+    except Exception as error:
+        browser().close()
+        reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
+        sys.stderr.write(f"plotly only, no picture: {reason}\n")
+        return drawn, {}, dict.fromkeys(("svg", "png", "pdf"), reason)
+    drawn._picture = images.pop("still")
+    return drawn, images, {}
 
 
 def plain_text(title: str | None) -> str:
     """Return a plotly title on one line, without HTML tags."""
     return " ".join(html.unescape(re.sub(r"</?[A-Za-z][^<>]*>", " ", title or "")).split())
-
-
-def render_figure(figure: go.Figure) -> tuple[dict[str, bytes], dict[str, str]]:
-    """Return the images (`still` is the PNG at scale 1), and the reason for each failed suffix."""
-    try:
-        return browser().images(figure.to_dict()), {}
-    except Exception as error:
-        browser().close()
-        reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
-    return {}, dict.fromkeys(("svg", "png", "pdf"), reason)
 
 
 class Browser:
@@ -86,7 +80,10 @@ class Browser:
         atexit.register(self.close)
 
     def images(self, spec: dict) -> dict[str, bytes]:
-        """Render one figure. Raises the browser's errors, and TimeoutError after EXPORT_S."""
+        """Render one figure; `still` is the PNG at scale 1.
+
+        Raises the browser's errors, and TimeoutError after EXPORT_S.
+        """
         return asyncio.run_coroutine_threadsafe(self._draw(spec), self._loop).result(EXPORT_S)
 
     async def _draw(self, spec: dict) -> dict[str, bytes]:

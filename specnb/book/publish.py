@@ -64,12 +64,11 @@ def publish(
     record: RunRecord,
     *,
     table: pd.DataFrame | None = None,
-    folder: Path | None = None,
 ) -> PicturedFigure:
     """Write `figure` as `NAME.{svg,png,pdf,html,json}`; return it with its image for the notebook.
 
-    The files go into `folder` (`store.figures_dir` by default), next to `records/RUN_ID.json`, the
-    record of the run without its rounds. The images have the size in the figure's layout, or else
+    The files go into `store.figures_dir`, next to `records/RUN_ID.json`, the record of the run
+    without its rounds. The images have the size in the figure's layout, or else
     in the style. `table` is the data of the figure; its index is ignored.
 
     Images need Chrome or Chromium. If the export fails, html and json are still written, stderr and
@@ -90,28 +89,24 @@ def publish(
     # keys sorted: plotly changes their order
     document["figure_sha256"] = digest(json.loads(figure.to_json(engine="json")))
     document["table"] = None if table is None else _table_facts(table)
-    script = plotly_script(folder or store.results_dir())
-    folder = folder or store.figures_dir(record)
     drawn, contents, skipped = draw(figure)
-    source = Path(os.path.relpath(script, folder)).as_posix()
-    plot = drawn.to_html(full_html=False, include_plotlyjs=source, div_id=name, config=CONFIG)
+    script = Path(os.path.relpath(plotly_script(store.results_dir()), store.figures_dir(record)))
+    plot = drawn.to_html(full_html=False, include_plotlyjs=script.as_posix(), div_id=name, config=CONFIG)
     contents["html"] = _page(document, drawn.layout.width, plot)
-    store.save_beside_figures(record, folder)
-    _write(folder, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
+    _write_of_run(record, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
     return drawn
 
 
 def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
     """Write an SVG that is not a plotly figure as `NAME.{svg,html,json}`, as `publish` does."""
-    folder = store.figures_dir(record)
     document = _facts(name, title, record) | {"table": None, "skipped": {}}
-    store.save_beside_figures(record, folder)
-    _write(folder, document, {"svg": svg.encode(), "html": _page(document, 960)})
+    _write_of_run(record, document, {"svg": svg.encode(), "html": _page(document, 960)})
 
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return a sidecar's facts about figure and run. Raises InputError for an invalid name."""
-    _require_name(name)
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
         run
@@ -126,11 +121,6 @@ def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     )
 
 
-def _require_name(name: str) -> None:
-    if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
-
-
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
     """Return the HTML page of a figure; without a `plot` it shows the SVG."""
     texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
@@ -138,12 +128,16 @@ def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
 
 
 def plotly_script(folder: Path) -> Path:
-    """Return the `plotly.min.js` in `folder`; write it if it is missing or of another version."""
+    """Write `plotly.min.js` into `folder`; return its path."""
     script = folder / "plotly.min.js"
-    source = get_plotlyjs().encode()
-    if not script.is_file() or script.read_bytes() != source:
-        write_atomic(script, source)
+    write_atomic(script, get_plotlyjs().encode())
     return script
+
+
+def _write_of_run(record: RunRecord, document: Sidecar, contents: dict[str, bytes]) -> None:
+    folder = store.figures_dir(record)
+    store.save_beside_figures(record, folder)
+    _write(folder, document, contents)
 
 
 def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
@@ -229,9 +223,8 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
-    """Copy the files of a figure and its record. Reads and writes no files with other names."""
+    """Copy the files of a figure and its record."""
     name = sidecar["name"]
-    _require_name(name)
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
     contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
     # the page loads the script of its new folder

@@ -17,6 +17,8 @@ ALL = "all"
 BUSY = "the machine was busy"
 """The verdict on times measured while other processes used some of the cores."""
 NOTHING = "–"
+LIVE = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless", "loops"]
+"""Fields of a generation that are columns of `live_rows`."""
 
 
 def compact(frame: pd.DataFrame) -> pd.DataFrame:
@@ -59,8 +61,7 @@ def live_rows(record: RunRecord) -> pd.DataFrame:
     for g in [*plain_of.values(), *(g for g in record.generations if g.k)]:
         plain = plain_of[g.prompt_id, g.temperature]
         rows.append(
-            {name: getattr(g, name) for name in ("prompt_id", "category", "drafter", "temperature", "k", "tau")}
-            | {name: getattr(g, name) for name in ("n_decoded", "wall_s", "lossless", "loops")}
+            {name: getattr(g, name) for name in LIVE}
             | {
                 "rounds": len(g.rounds),
                 "drafted": g.total_draft_tokens,

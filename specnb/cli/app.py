@@ -13,7 +13,7 @@ import webbrowser
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from rich.console import Console
 from rich.text import Text
@@ -94,7 +94,7 @@ def generate(
     ignore_eog: bool = False,
     baseline: bool = False,
     verbose: bool = False,
-    as_json: bool = False,
+    as_json: Json = False,
 ) -> None:
     """Generate text; by default, a router drafts only where it pays."""
     from specnb.measure.experiment import ProgressBar
@@ -177,17 +177,6 @@ def lab(context: Context, notebook: str = "00") -> None:
         notebook, words = "00", [notebook, *words]
     source = find_notebook(notebook)
     root = store.results_dir() / "lab"
-    _copy_notebooks(source, root)
-    copy = root / "notebooks" / source.name
-    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
-    raise Exit(subprocess.call(command))
-
-
-def _copy_notebooks(source: Path, root: Path) -> None:
-    """Copy `source` and the numbered notebooks next to it to `root/notebooks`; warn of old copies.
-
-    Symbolic links keep the notebooks' links to figures and data valid.
-    """
     for path in {source, *source.parent.glob("[0-9][0-9]_*.ipynb")}:
         copy = root / "notebooks" / path.name
         if not copy.exists():
@@ -200,6 +189,9 @@ def _copy_notebooks(source: Path, root: Path) -> None:
             link.unlink()
         if not link.exists():
             link.symlink_to(project_dir() / name)
+    copy = root / "notebooks" / source.name
+    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
+    raise Exit(subprocess.call(command))
 
 
 @app.command(rich_help_panel=START)
@@ -236,9 +228,9 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
 
     if len(models) > 2:
         raise InputError(f"expected a target and its drafter, got {len(models)} models: {', '.join(models)}")
-    with open_pair(models[0], models[1] if len(models) == 2 else None, strict=True) as (target, drafter, _):
-        results = preflight(drafter, target, k=k) if drafter else preflight(target, k=k)
-        checks = [check._asdict() for check in results]
+    with open_pair(models[0], *models[1:] or [None], strict=True) as (target, drafter, _):
+        opened = (drafter, target) if drafter else (target,)
+        checks = [check._asdict() for check in preflight(*opened, k=k)]
     print_result(as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"]))
     return int(any(check["verdict"] == "fail" for check in checks))
 
@@ -383,7 +375,7 @@ def bench(
     """
     from specnb.measure.experiment import ProgressBar
     from specnb.measure.intervals import FEWEST
-    from specnb.measure.machines import bench_target
+    from specnb.measure.machines import MAX_NEW_TOKENS, bench_target
     from specnb.prompts import categories as all_categories
     from specnb.prompts import prompts as read_prompts
 
@@ -392,29 +384,38 @@ def bench(
     for option, value in {"--row": row, "--page": page}.items():
         if value and len(names) != 1:
             raise InputError(f"{option} needs a target and one drafter, got {', '.join(names) or 'no drafter'}")
-    options: dict[str, Any] = {}
-    if max_new_tokens is not None:
-        options["max_new_tokens"] = max_new_tokens
     if page:
         if row or heads_checkpoint:
             raise InputError("--page needs a draft model: leave out --row and --heads-checkpoint")
-        if prompts_per_category is not None:
-            options["prompts_per_category"] = prompts_per_category
-        _write_page(page, target, names[0], as_json, source=prompts, contents=categories, **options)
+        from specnb.book.explorer.examine import examine
+
+        with ProgressBar() as progress:
+            document, html = examine(
+                target,
+                names[0],
+                source=prompts,
+                contents=categories,
+                prompts_per_category=prompts_per_category or FEWEST,
+                max_new_tokens=max_new_tokens or 64,
+                progress=progress,
+            )
+        write_atomic(page, html.encode())
+        document = plain(document | {"path": str(page)}, nan=None)
+        print_result(as_json, document, *(document[name] for name in ("conclusion", "vocabulary", "costs", "path")))
         return
-    if heads_checkpoint:
-        options["heads_checkpoint"] = heads_checkpoint
+    options = {"heads_checkpoint": heads_checkpoint} if heads_checkpoint else {}
     with reading(f"--k {k}"):
-        options["ks"] = [*map(int, comma_list(k))]
+        ks = [*map(int, comma_list(k))]
+    chosen = None
     if prompts or categories or prompts_per_category:
         wanted = comma_list(categories) if categories else all_categories(prompts)
         limit = prompts_per_category or 1
         chosen = [p for name in wanted for p in read_prompts(name, limit=limit, source=prompts)]
         if row and len(chosen) < FEWEST:
             raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(chosen)}")
-        options["chosen"] = chosen
+    most = max_new_tokens or MAX_NEW_TOKENS
     with ProgressBar() as progress:
-        result = bench_target(target, names, progress=progress, **options)
+        result = bench_target(target, names, chosen, ks=ks, max_new_tokens=most, progress=progress, **options)
     if row:
         write_atomic(row, f"{result.rows[0].model_dump_json(indent=1)}\n".encode())
     pairs = [pair._asdict() | {"table": pair.table.to_dict("records")} for pair in result.pairs]
@@ -433,18 +434,6 @@ def bench(
             pair.conclusion,
         ]
     print_result(as_json, plain(document | {"pairs": pairs, "rows": rows}, nan=None), *parts)
-
-
-def _write_page(path: Path, target: str, draft: str, as_json: bool, **options: Any) -> None:
-    """Write the page about a target and one draft model. `options` are those of `examine`."""
-    from specnb.book.explorer.examine import examine
-    from specnb.measure.experiment import ProgressBar
-
-    with ProgressBar() as progress:
-        report = examine(target, draft, progress=progress, **options)
-    write_atomic(path, report.page.encode())
-    document = plain(report.document | {"path": str(path)}, nan=None)
-    print_result(as_json, document, report.document["conclusion"], document["vocabulary"], document["costs"], str(path))
 
 
 app.command(rich_help_panel=MODELS)(attach.attach)
@@ -466,7 +455,7 @@ def run(
     from specnb.lm.files import zoo_file
 
     params = parse_parameters(parameter or [])
-    paths = [find_notebook(name) for name in notebooks] if notebooks else all_notebooks()
+    paths = [*map(find_notebook, notebooks or ())] or all_notebooks()
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
     warn_if_busy()

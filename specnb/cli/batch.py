@@ -112,8 +112,7 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     requests = read_log(log, k)
     machines = {f"T(8)/T(1) = {t8:g}, c = {c:g}": (t8, c)} if t8 else NAMED
     costs = [Cost.straight(name, *of_machine) for name, of_machine in machines.items()]
-    k_max = 2 * max(max(request.drafted) for request in requests)
-    swept = sweep_log(requests, costs, k_max)
+    swept = sweep_log(requests, costs, 2 * max(max(request.drafted) for request in requests))
     table = swept.loc[swept["machine"] == costs[0].name, ["k", "tau", "tau_low", "tau_high", "own"]]
     groups = zip(costs, swept.groupby("machine", sort=False), strict=True)
     advice = [advise(rows) | {"break_even": cost.break_even()} for cost, (_, rows) in groups]

@@ -192,13 +192,5 @@ def faults(as_json: Json = False) -> None:
     print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))
 
 
-# In the usual order of use.
-for command, line in {
-    investigate: "Run a draft alone and next to other models: which module is wrong first?",
-    capture: "Record what a model's modules compute.",
-    compare: "Find where two traces diverge, and whether it is rounding.",
-    audit: "Do draft and output tokens follow the probabilities of draft and target?",
-    audit_text: "Is another engine's greedy text the target's own?",
-    faults: "List the planted faults, to try the lab out.",
-}.items():
-    app.command(short_help=line)(command)
+for command in (investigate, capture, compare, audit, audit_text, faults):  # in the usual order of use
+    app.command()(command)

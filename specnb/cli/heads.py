@@ -12,7 +12,7 @@ app = App(help="Train heads, and convert their files.", no_args_is_help=True)
 TARGET = "smollm2-135m?backend=hf&dtype=auto&exact=False"
 
 
-@app.command(short_help="Train heads for a frozen model, or resume training.")
+@app.command()
 def train(
     kind: Literal["medusa", "hydra", "jump", "eagle"] = "medusa",
     preset: str = "cpu",
@@ -63,7 +63,7 @@ def train(
         print(f"export: {out}")
 
 
-@app.command(short_help="Convert files of heads between two layouts.")
+@app.command()
 def convert(
     path: str,
     to: str,

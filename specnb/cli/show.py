@@ -4,7 +4,7 @@ import json
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from datetime import datetime
 from itertools import islice
@@ -70,32 +70,26 @@ class App(Typer):
 
     def command(self, name=None, **options):
         def register(function):
-            rare = any(isinstance(row, dict) and row.get("rare") for row in rows_of(function).values())
+            rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
+            declared = {parameter: declare(parameter, row) for parameter, row in rows.items()}
+            for parameter, option in declared.items():
+                function.__annotations__[parameter] = Annotated[function.__annotations__[parameter], option]
+            rare = any(option.hidden for option in declared.values())
             defaults = {"cls": Command, "epilog": EPILOG if rare else None}
-            return super(App, self).command(name, **defaults | options)(annotate(function))
+            return super(App, self).command(name, **defaults | options)(function)
 
         return register
 
 
-def rows_of(function: Callable) -> Mapping[str, Any]:
-    """Return the rows of `options.toml` for the parameters of a command."""
-    return OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
-
-
-def annotate(function: Callable) -> Callable:
-    """Annotate the parameters of a command with their rows of `options.toml`."""
-    for name, row in rows_of(function).items():
-        facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
-        facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
-        facts["rich_help_panel"] = facts.pop("panel", None)
-        facts["hidden"] = facts.pop("rare", False)
-        if facts.pop("argument", False):
-            declared = Argument(**facts)
-        else:  # by default, typer would add --no-…, and turn k into -k
-            names = facts.pop("names", [f"--{name.replace('_', '-')}"])
-            declared = Option(*names, **facts)
-        function.__annotations__[name] = Annotated[function.__annotations__[name], declared]
-    return function
+def declare(name: str, row: str | Mapping[str, Any]) -> Any:
+    """Return typer's declaration of the parameter `name` from its row in `options.toml`."""
+    facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
+    facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
+    facts |= {"rich_help_panel": facts.pop("panel", None), "hidden": facts.pop("rare", False)}
+    if facts.pop("argument", False):
+        return Argument(**facts)
+    # by default, typer would add --no-…, and turn k into -k
+    return Option(*facts.pop("names", [f"--{name.replace('_', '-')}"]), **facts)
 
 
 def clean(text: object) -> str:

@@ -76,7 +76,10 @@ def capture(
         "stopped": stopped or None,
     }
     modules = trace.facts["modules"]
-    following = _next_commands(tokens, out)
+    commands = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
+    if tokens and tokens.is_dir():  # another trace of the same tokens
+        commands = [("compare", tokens, out)]
+    following = [shlex.join(map(str, ("specnb", "divergence", *words))) for words in commands]
     document = {
         "folder": str(out),
         "modules": modules,
@@ -86,15 +89,6 @@ def capture(
     }
     lines = [f"next: {line}" for line in following]
     print_result(as_json, document, facts_of(str(out), table | modules), *lines)
-
-
-def _next_commands(tokens: Path | None, out: Path) -> list[str]:
-    """Return the next commands for a comparison of the trace `out`, which was fed `tokens`."""
-    if tokens and tokens.is_dir():
-        commands = [("compare", tokens, out)]
-    else:  # no other trace has the same tokens yet
-        commands = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
-    return [shlex.join(map(str, ("specnb", "divergence", *words))) for words in commands]
 
 
 def explain_torch(name: str) -> None:

@@ -94,11 +94,9 @@ def test_the_formats_of_engines_are_read_without_loss(trace, tmp_path, form):
 
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
 def test_published_logs_are_read_and_one_request_gives_no_verdict(file, tau, own):
-    requests = read_log(LOGS / f"{file}.json")
-    table = sweep_log(requests, [SERVER], 8)
-    row = table.query("own").iloc[0]
-    assert row["k"] == own and row["tau"] == pytest.approx(tau)
-    assert advise(table)["verdict"] == "undecided"
+    table = sweep_log(read_log(LOGS / f"{file}.json"), [SERVER], 8)
+    (row,) = table.query("own").itertuples()
+    assert (row.k, row.tau) == (own, pytest.approx(tau)) and advise(table)["verdict"] == "undecided"
 
 
 def test_k_above_the_logged_k_is_bounded_and_never_advised():
@@ -181,22 +179,18 @@ def test_lines_of_a_real_server_match_its_token_counts():
 @pytest.mark.parametrize("k", [1, 3, 8])
 @pytest.mark.parametrize("rounds", [7, 300, 30_000])
 def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds):
-    rng = np.random.default_rng(rounds + k)
-    accepted = rng.binomial(k, 0.6, rounds)
-    reached = [int((accepted > n).sum()) for n in range(k)]
-    rates = ", ".join(f"{n / rounds:.3f}" for n in reached)
+    accepted = np.random.default_rng(rounds + k).binomial(k, 0.6, rounds)
+    shares = [(accepted > n).mean() for n in range(k)]
     total = accepted.sum()
     line = (
         f"draft acceptance = {total / k / rounds:.5f} ({total:5d} accepted / {k * rounds - k // 2:5d} generated), "
-        f"mean len = {1 + total / rounds:5.2f}\nslot | acc per pos = ({rates})\n"
+        f"mean len = {1 + total / rounds:5.2f}\nslot | acc per pos = ({', '.join(map('{:.3f}'.format, shares))})\n"
     )
-    (tmp_path / "log.txt").write_text(line * 2)
-    for request in read_log(tmp_path / "log.txt"):
-        low, high = request.rounds
-        assert low <= rounds <= high and sum(request.accepted) == total
-        np.testing.assert_allclose(
-            by_position([request])["accepted"] / len(request.accepted), np.array(reached) / rounds, atol=2e-3
-        )
+    (tmp_path / "log.txt").write_text(line)
+    (request,) = read_log(tmp_path / "log.txt")
+    low, high = request.rounds
+    assert low <= rounds <= high and sum(request.accepted) == total
+    np.testing.assert_allclose(by_position([request])["accepted"] / len(request.accepted), shares, atol=2e-3)
 
 
 FAULTS = {
@@ -220,28 +214,22 @@ OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_n
 ODD = {
     "no counts in a text": ("no JSON", ["acceptance_histogram"]),
     "one document, damaged in line 3": ('{\n"a": 1,\n"b" 2}', ["line 3"]),
-    "no counts": ({}, ["per_step_accepted"]),
     "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "no other K can be known"]),
     "a negative count": (stepwise([-1, 2], [3, 3]), ["per_step_accepted.0", "-1"]),
     "unequal lengths": (stepwise([1, 0, 3], [3, 3]), ["3", "2"]),
     "accepted above drafted": (stepwise([1, 4], [3, 3]), ["4", "3"]),
     "no drafts in any round": ([stepwise([0] * 5, [0] * 5)] * 6, ["nothing was drafted", "6"]),
-    "accepted above K": (vllm(acceptance_histogram=[3, 1, 2], num_spec_tokens=1), ["2", "1"]),
     "10^10 rounds": (sglang([0, 10_000_000_000]), ["10000000000"]),
     "10^7 drafts in a round": (stepwise([1], [10_000_000]), ["per_step_drafted.0", "10000000"]),
     "many rounds, and many drafts of another": ([sglang([999_999, 1]), stepwise([0], [512])], ["512001024"]),
     "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
     "steps of more drafts": (stepwise([1, 0, 3], [3, 3, 3], num_draft_tokens=8), ["8", "9"]),
     "a line of totals": (LLAMA.partition(", acceptance rate")[0], ["167 accepted", "-lv 5"]),
-    "a line cut in half": (LLAMA[:-8], ["167 accepted"]),
     "a mean that is not a number": (LLAMA.replace("2.92", "nan"), ["nan"]),
-    "a negative rate": (LLAMA.replace("0.632", "-0.632"), ["-0.632"]),
     "a mean of other rounds": (LLAMA.replace("2.92", "3.92"), ["3.92", "no number of rounds"]),
     "rates of other rounds": (LLAMA.replace("0.483", "0.583"), ["0.583"]),
-    "more accepted than generated": (LLAMA.replace("259", "159"), ["159"]),
     "a line of vLLM without its rates": (VLLM.partition(", Per-position")[0], ["SpecDecoding metrics", "3.03"]),
     "a counter that is not a number": (METRICS.replace("87.0", "NaN"), ["NaN"]),
-    "a negative counter": (METRICS.replace("87.0", "-87"), ["-87"]),
     "counters of more acceptances than drafts": (METRICS.replace("87.0", "50"), ["50"]),
 }  # fmt: skip
 """Unusable logs, each with the places or values that its error must contain."""

@@ -8,24 +8,18 @@ from types import SimpleNamespace
 import pytest
 
 from specnb import generate, store
-from specnb.batch.results import local_copy, overview
+from specnb.batch.results import local_copy
 from specnb.lm import toy
 from specnb.records import RunRecord
 
-PROMPTS = {f"p{i}": [i, i + 1] for i in range(6)}
-
 
 def record(k: int) -> RunRecord:
-    """Return a run of six prompts, each decoded plainly and with prompt lookup."""
-    model, generations = toy.markov(8, seed=1), []
-    for prompt_id, ids in PROMPTS.items():
-        for drafted in (0, k):
-            given = {"drafter": "lookup", "k": drafted} if drafted else {}
-            g = generate(model, ids, max_new_tokens=24, **given)
-            generations.append(g.model_copy(update={"prompt_id": prompt_id, "category": "toys"}))
+    """Return a run of two prompts with prompt lookup."""
+    model = toy.markov(8, seed=1)
+    generations = [generate(model, [i, i + 1], max_new_tokens=24, drafter="lookup", k=k) for i in range(2)]
     params, now = {"k": k, "seed": 1}, datetime.now(UTC)
     named = {"run_id": store.run_id("toys", params), "experiment": "toys", "params": params}
-    return RunRecord(**named, provenance={}, started=now, ended=now, generations=tuple(generations))
+    return RunRecord(**named, provenance={}, started=now, ended=now, generations=generations)
 
 
 @pytest.fixture
@@ -33,12 +27,6 @@ def results(tmp_path) -> Path:
     for k in (2, 4):
         store.save(record(k), tmp_path)
     return tmp_path
-
-
-def test_an_overview_has_a_row_per_run_with_the_parameters_that_differ(results):
-    table = overview(results)
-    assert table["differs"].tolist() == ["k=2", "k=4"] and (table["generations"] == 12).all()
-    assert table["tokens"].tolist() == [sum(len(g.token_ids) for g in record(k).generations) for k in (2, 4)]
 
 
 def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
@@ -63,11 +51,15 @@ def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
     assert opened == [f"runs/one/{run}", f"runs/one/{failed}"]
 
 
-def test_the_commands_print_the_same_numbers(results, specnb):
-    rows = json.loads(specnb("results", "--results", str(results), "--json")[1])
-    assert [row["differs"] for row in rows] == ["k=2", "k=4"]
-    sql = "SELECT k_asked, sum(n_accepted) AS n FROM rounds WHERE k_asked > 0 GROUP BY k_asked ORDER BY k_asked"
-    rows = json.loads(specnb("results", sql, "--results", str(results), "--json")[1])
-    assert rows == [{"k_asked": k, "n": sum(g.accepted_tokens for g in record(k).generations)} for k in (2, 4)]
+def test_runs_are_listed_and_queried_and_their_texts_are_escaped(results, specnb):
+    def read(*words):
+        return json.loads(specnb("results", *words, "--results", str(results), "--json")[1])
+
+    of_runs = [record(k).generations for k in (2, 4)]
+    rows = [(row["differs"], row["generations"], row["tokens"]) for row in read()]
+    n_tokens = [sum(len(g.token_ids) for g in run) for run in of_runs]
+    assert rows == [("k=2", 2, n_tokens[0]), ("k=4", 2, n_tokens[1])]
+    sql = "SELECT k_asked, sum(n_accepted) AS n FROM rounds GROUP BY k_asked ORDER BY k_asked"
+    assert [row["n"] for row in read(sql)] == [sum(g.accepted_tokens for g in run) for run in of_runs]
     out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]
     assert r"\x1b[31mred[b]" in out and "\x1b" not in out

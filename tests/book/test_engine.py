@@ -40,15 +40,9 @@ def run(tmp_path):
     return run
 
 
-@pytest.fixture
-def only_outcome(tmp_path):
-    """Return a function that reads the outcome of the only run."""
-
-    def read() -> NotebookOutcome:
-        (file,) = (tmp_path / "r{x}").glob("*/*/outcome.json")
-        return NotebookOutcome(**json.loads(file.read_bytes()))
-
-    return read
+def stored(outcome: NotebookOutcome, file: str = "outcome.json") -> NotebookOutcome:
+    """Return the outcome that a file next to the executed notebook contains."""
+    return NotebookOutcome(**json.loads(Path(outcome.output).with_name(file).read_bytes()))
 
 
 def last_source(outcome: NotebookOutcome) -> str:
@@ -62,7 +56,7 @@ def printed(outcome: NotebookOutcome) -> list[str]:
     return [text.strip() for text in texts if text]
 
 
-def test_a_run_writes_all_its_files_to_one_folder(run, only_outcome, tmp_path):
+def test_a_run_writes_all_its_files_to_one_folder(run, tmp_path):
     before = dict(os.environ), Path.cwd()
     params = {"k": 8, "temperature": 1.0, "name": 'quo"te\n{brace}'}
 
@@ -72,17 +66,15 @@ def test_a_run_writes_all_its_files_to_one_folder(run, only_outcome, tmp_path):
         return run(f"import os, sys, json\nprint(json.dumps({facts}))", RECORD, slider, params=params)
 
     outcome = asyncio.run(cell())  # a cell of a notebook runs inside an event loop
-    folder = tmp_path / "r{x}" / "01_test" / outcome.run_id
+    folder = tmp_path / "r{x}" / "01_test" / store.run_id("01_test", params)
     assert (outcome.status, outcome.output, outcome.params) == ("completed", str(folder / "notebook.ipynb"), params)
-    assert outcome.run_id == store.run_id("01_test", outcome.params) and 0 < outcome.duration_s < 120
-    assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
+    assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb") and stored(outcome) == outcome
     first, second = printed(outcome)
     # this interpreter, with the notebook's folder as the working directory
     here = [sys.executable, str(tmp_path / "b{k}"), str(tmp_path / "r{x}")]
     assert json.loads(first) == [*here, *params.values()] and second == str(folder)
     files = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     assert files == {"notebook.ipynb", "outcome.json", "run.json", "kernel.log"}
-    assert store.load_record(folder).params == {"k": 8} and only_outcome() == outcome
     assert "widgets" not in nbformat.read(outcome.output, 4).metadata
     assert (dict(os.environ), Path.cwd()) == before, "nothing of it in this process"
 
@@ -96,9 +88,9 @@ def test_a_run_writes_all_its_files_to_one_folder(run, only_outcome, tmp_path):
     ],
     ids=["error", "dead kernel", "timeout"],
 )
-def test_a_failed_run_reports_its_error_and_keeps_the_partial_notebook(run, only_outcome, code, kind, options):
+def test_a_failed_run_reports_its_error_and_keeps_the_partial_notebook(run, code, kind, options):
     outcome = run("print('before', flush=True)", code, "print('after')", **options)
-    assert outcome.status == "failed" and outcome.error["kind"] == kind and only_outcome() == outcome
+    assert outcome.status == "failed" and outcome.error["kind"] == kind and stored(outcome) == outcome
     assert outcome.error["cell"] == (2 if kind == "ValueError" else None), "counted in the source"
     assert len(outcome.error["message"]) <= 2100 and outcome.duration_s < 60 and printed(outcome)[0] == "before"
     if kind == "DeadKernelError":
@@ -132,7 +124,7 @@ def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
     assert first.output == default.output, "a value equal to the default is the same run"
 
 
-def test_only_a_completed_run_replaces_a_completed_run(run, only_outcome, monkeypatch):
+def test_only_a_completed_run_replaces_a_completed_run(run, tmp_path, monkeypatch):
     errors = iter([ZeroDivisionError("a bug"), None, KeyboardInterrupt(), None])
 
     def execute(*paths):
@@ -143,18 +135,19 @@ def test_only_a_completed_run_replaces_a_completed_run(run, only_outcome, monkey
     monkeypatch.setattr(engine, "_execute", execute)
     with pytest.raises(ZeroDivisionError, match="a bug"):
         run("1")
-    assert only_outcome().error == {"kind": "ZeroDivisionError", "message": "a bug", "cell": None}
+    (file,) = tmp_path.glob("r{x}/*/*/outcome.json")
+    problem = {"kind": "ZeroDivisionError", "message": "a bug", "cell": None}
+    assert json.loads(file.read_bytes())["error"] == problem
     outcome = run("2")
-    assert outcome == only_outcome() and outcome.status == "completed"
+    assert outcome.status == "completed"
     with pytest.raises(KeyboardInterrupt):
         run("3")
-    folder = Path(outcome.output).parent
-    assert only_outcome() == outcome and last_source(outcome) == "2"
-    interrupted = NotebookOutcome(**json.loads((folder / "outcome.again.json").read_bytes()))
+    assert stored(outcome) == outcome and last_source(outcome) == "2"
+    interrupted = stored(outcome, "outcome.again.json")
     assert interrupted.error["message"] == "interrupted" and last_source(interrupted) == "3"
     latest = run("4")
-    assert latest == only_outcome() != outcome and last_source(latest) == "4"
-    files = {path.name for path in folder.iterdir() if path.name[0] != "."}
+    assert latest == stored(latest) != outcome and last_source(latest) == "4"
+    files = {path.name for path in file.parent.iterdir() if path.name[0] != "."}
     assert files == {"notebook.ipynb", "outcome.json", "kernel.log"}
 
 

@@ -22,13 +22,15 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
+from specnb.measure.experiment import silent
 from specnb.measure.follow import record
 from specnb.measure.policies import AUTO, CONTROLLERS, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, route, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
-from specnb.store import folder_of, load_record
+from specnb.store import folder_of, load_record, results_dir
+from tests.tiny_models import llama_gguf
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))
 PRESET = Cost(CURVE, 0.3, name=THIS_MACHINE)
@@ -50,12 +52,19 @@ def recorded(drafters, prompts, temperature=0.0, **options) -> list:
     return [recording for _, of_prompt in recordings for recording in of_prompt]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_walks():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explorer_tables, "WALKS", 4)
+        yield
+
+
 @pytest.fixture(scope="module")
 def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
     drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is sometimes right
-    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=40) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
+    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=24) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
     return Trace(tuple(r for run in runs for r in run))
 
 
@@ -73,8 +82,7 @@ class Frame:
 
     def send(self, setting, **message):
         """Send a setting in the form in which the page sends it."""
-        m, curve = setting.machine, setting.machine.curve
-        machine = {"name": m.name, "ratios": m.ratios(24), "at8": curve.ratio(8), "c": m.c, "busy": bool(curve.busy)}
+        machine = {"ratios": setting.machine.ratios(24), "c": setting.machine.c}
         self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
 
     def run(self, setting, **message) -> dict:
@@ -105,8 +113,8 @@ def settings(tables, **fixed):
     return list(dict.fromkeys(rows))
 
 
-def lookup_setting(k=4):
-    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))
+def lookup_setting(k=4, **changed):
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))._replace(**changed)
 
 
 def test_predictions_equal_the_replay_whatever_was_predicted_before(tables):
@@ -146,18 +154,16 @@ def test_checks_hold_and_detect_a_wrong_count(trace, tables):
 
 
 def test_the_kernel_replays_policies_for_the_page_and_reports_errors(frame, tables, monkeypatch):
-    bent = Cost.straight(CUSTOM, 3.0, 0.2)
-    for setting in settings(tables, content=ALL, machine=bent):
+    for setting in settings(tables, content=ALL, machine=Cost.straight(CUSTOM, 3.0, 0.2)):
         frame.send(setting, key="[8]")
-        (answer,) = (message["answer"] for message in frame.received)
+        answer = frame.received.pop()["answer"]
         assert answer == play(tables, setting) | {"key": "[8]"}
         rounds = sum(totals[0] for _, totals, _, _ in answer["counts"])
         assert rounds == pytest.approx(tables.predict(setting).rounds, abs=1e-3)
-        frame.received.clear()
     monkeypatch.setattr(frame.explorer, "_tables", None)
     frame.send(lookup_setting(), key="[4]")
-    (message,) = frame.received
-    assert "AttributeError" in message["answer"]["error"] and message["answer"]["drafter"] == LOOKUP
+    answer = frame.received.pop()["answer"]
+    assert "AttributeError" in answer["error"] and answer["drafter"] == LOOKUP and frame.received == []
     assert {policy.option for policy in POLICIES.values()} - {""} == set(CONTROLLERS)
 
 
@@ -189,11 +195,10 @@ def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
 def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, tables, bench):
     measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
     ids = [g.prompt_id for g in measured[1::2]]
-    here = lookup_setting()._replace(machine=Cost(CURVE))
-    ends = [tables.predict(here._replace(temperature=t), ids).speedup for t in (0.0, 0.7)]
-    for temperature, busy in ((0.0, False), (0.35, True), (0.7, False)):
+    ends = [tables.predict(lookup_setting(machine=Cost(CURVE), temperature=t), ids).speedup for t in (0.0, 0.7)]
+    for temperature, busy in ((0.0, False), (0.35, True)):
         frame.explorer._run_live = lambda *_, busy=busy: (measured, busy)
-        last = frame.run(lookup_setting()._replace(temperature=temperature))
+        last = frame.run(lookup_setting(temperature=temperature))
         shown = re.search(r"predicted for the same prompts: ([\d.]+)\.", last["outcome"])
         mixed = np.exp(np.interp(temperature, [0.0, 0.7], np.log(ends)))
         assert float(shown[1]) == pytest.approx(mixed, abs=0.0051)
@@ -218,16 +223,11 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
 def test_the_positions_of_the_controls_select_predictions(frame, tables):
     explorer = frame.explorer
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
-    for drafter, temperature, nearest, sent in (
-        (LOOKUP, 0.0, 0.0, {}),
-        (MODEL, 0.4, 0.7, {}),
-        (MODEL, 0.3, 0.0, steep),
-    ):
-        explorer.drafter, explorer.temperature = drafter, temperature
-        explorer._machine = sent and {"drafter": drafter, "ratios": sent.ratios(24), "c": sent.c}
-        machine = sent or Cost(CURVE, {LOOKUP: 0.0, MODEL: 0.3}[drafter])
-        wanted = tables.sweep(Setting(drafter, nearest, ALL, FIXED, 8, machine))
-        pd.testing.assert_frame_equal(explorer.selection, wanted)
+    for temperature, nearest, moved in ((0.4, 0.7, False), (0.3, 0.0, True)):
+        explorer.drafter, explorer.temperature = MODEL, temperature
+        explorer._machine = {"drafter": MODEL if moved else LOOKUP, "ratios": steep.ratios(24), "c": steep.c}
+        wanted = Setting(MODEL, nearest, ALL, FIXED, 8, steep if moved else Cost(CURVE, 0.3))
+        pd.testing.assert_frame_equal(explorer.selection, tables.sweep(wanted))
 
 
 def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path):
@@ -260,25 +260,25 @@ def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source
 def test_an_unrecorded_value_is_named_in_the_error(tables):
     for wrong in ({"temperature": 0.35}, {"content": "poetry"}, {"drafter": "nothing"}):
         with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
-            tables.predict(lookup_setting()._replace(**wrong))
-    with pytest.raises(InputError, match="code-9"):
-        tables.predict(lookup_setting(), ["code-9"])
+            tables.predict(lookup_setting(**wrong))
     assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), "two prompts have no interval"
 
 
 # --- the page of a pair
 
 
-def test_a_pair_is_examined_and_its_page_reports_the_results():
-    report = examine("tiny-hybrid", "tiny-hybrid-draft", prompts_per_category=3, max_new_tokens=12)
-    document = report.document
+def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypatch):
+    monkeypatch.setattr("specnb.measure.baseline.find_rivals", lambda name: [])  # no other engine is timed
+    file = str(llama_gguf(tmp_path / "tiny.gguf", n_ctx=1024, all_bytes=True))
+    options = {"source": "", "contents": "", "prompts_per_category": 3, "max_new_tokens": 4, "progress": silent}
+    document, page = examine(file, file, **options)
     row = document["live"][1]
     assert document["conclusion"].startswith("Leave drafting off") == (row["speedup"] <= 1)
     assert row["method"] == f"K = {document['k']}" and row["n_prompts"] == row["identical"] == 6
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7}
     assert all(str(document["k"]) in line for line in document["flags"].values())
-    assert document["conclusion"] in report.page and document["costs"] in report.page and "@ABOVE@" not in report.page
-    assert load_record(folder_of(report.record)).run_id == document["run_id"]  # `specnb explore` can reopen it
+    assert document["conclusion"] in page and document["costs"] in page and "@ABOVE@" not in page
+    assert stored(results_dir() / "09_explorer" / document["run_id"])  # `specnb explore` can reopen it
 
 
 def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):

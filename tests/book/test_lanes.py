@@ -2,7 +2,6 @@
 
 import re
 import xml.etree.ElementTree as ET
-from datetime import UTC, datetime
 from functools import partial
 
 import pytest
@@ -10,10 +9,11 @@ import pytest
 from specnb.book.lanes import COLUMNS, publish_lanes
 from specnb.book.tables import k_sweep
 from specnb.decode.generate import generate
-from specnb.io import digest, read_json
 from specnb.lm import toy
 from specnb.prompts import Prompt
 from specnb.records import RunRecord
+from specnb.store import figures_dir
+from tests.book import test_publish as publish_tests
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,11 +28,8 @@ def record_of(model, n: int) -> RunRecord:
                              "rounds": tuple(r._replace(draft_s=0.0, verify_s=1.0, rewind_s=0.0) for r in g.rounds)})
         for g in runs
     ]  # fmt: skip
-    when = datetime(2026, 11, 26, tzinfo=UTC)
-    facts = {"provenance": {"utc": "2026-11-26", "cpu": {"model": "Some CPU", "usable_cores": 2}}, "params": {},
-             "measurements": {"baseline": {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 50.0,
-                                           "plain_tokens_per_s": 20.0}}}  # fmt: skip
-    return RunRecord(run_id="abc123", experiment="00_start_here", started=when, ended=when, generations=runs, **facts)
+    baseline = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 50.0, "plain_tokens_per_s": 20.0}
+    return publish_tests.record_of(experiment="00_start_here", generations=runs, measurements={"baseline": baseline})
 
 
 @pytest.mark.parametrize("n", [2, 5])
@@ -41,10 +38,7 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     model = toy.markov(6, order=2, seed=4, sharpness=3.0)
     record = record_of(model, n)
     publish_lanes(record, model.vocab, "two_lanes")
-    folder = tmp_path / "00_start_here" / "abc123" / "figures"
-    files = ("two_lanes.svg", "two_lanes.html")
-    assert read_json(folder / "two_lanes.json")["files"] == {file: digest(folder / file) for file in files}
-    root = ET.parse(folder / "two_lanes.svg").getroot()
+    root = ET.parse(figures_dir(record) / "two_lanes.svg").getroot()
     texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
     for generation, start, end in zip(record.generations, names, (*names[1:], len(texts) - 3), strict=False):

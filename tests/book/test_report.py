@@ -18,20 +18,15 @@ def table():
 def test_a_line_fit_to_six_code_rows_predicts_the_held_out_prose_rows(table):
     line, card = report.fit_line(table), (FOLDER / "README.md").read_text(encoding="utf-8")
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
-    rows = report.compare_with_line(table, line)
-    code, prose = rows[rows["in_fit"]], rows[rows["content"] == "prose"]
-    assert set(code["content"]) == {"code"}
-    assert code["round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729] and code["error"].abs().max() < 0.06
-    assert prose["error"].abs().max() < 0.03 and prose["predicted"].tolist() == pytest.approx([7.63, 6.10], abs=0.01)
-    assert prose["best_k"].tolist() == [6, 7] and code["best_k"].between(22, 47).all()
+    rows = report.compare_with_line(table, line).set_index("content")
+    assert rows.loc["code", "round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729]
+    assert rows.loc["code", "error"].abs().max() < 0.06 and rows.loc["prose", "error"].abs().max() < 0.03
+    assert rows.loc["prose", "best_k"].tolist() == [6, 7] and rows.loc["code", "best_k"].between(22, 47).all()
+    assert rows.loc["self", "implied_c"] == pytest.approx(0.84, abs=0.005)
     assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
-    *marks, fit, plain = report.draw_rounds(table, line).data
-    assert round(plain.y[0]) == 346 and list(fit.x) == [0, 24] and [len(mark.x) for mark in marks] == [6, 2]
 
 
-def test_a_self_draft_costs_most_of_a_step_and_reported_rates_match_counts(table):
-    (row,) = table[table["content"] == "self"].itertuples()
-    assert row.implied_c == pytest.approx(0.84, abs=0.005)
+def test_reported_rates_match_counts(table):
     counted = table.dropna(subset="drafted")
     assert (100 * counted["acceptance_rate"] - counted["acceptance_percent"]).abs().max() < 0.01
     assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[:-1].abs().max() < 0.06  # all but self
@@ -46,13 +41,11 @@ def test_the_named_machine_has_the_costs_of_the_report(table):
         assert table["plain_s"][0] * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
 
 
-def test_the_small_experiment_is_as_fast_as_predicted(table):
+def test_the_small_experiment_is_as_fast_as_predicted():
     small = report.read_small()
     drafted = small[small["k"] > 0]
     assert drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()
     below = drafted["predicted_low"] > drafted["high"]
     above = drafted["predicted_high"] < drafted["low"]
     assert not (below | above).any() and not small["busy"].any()
-    assert (small.groupby("setting")["over_fastest"].max() <= 1 + 1e-9).all()
-    assert (small["over_fastest_low"] <= small["over_fastest"]).all()
-    assert len(report.draw_small(small, table).data) == 7
+    assert (small["over_fastest"] <= small["speedup"] + 1e-9).all()

@@ -30,7 +30,8 @@ def generation(prompt, category, temperature, rounds, seconds, *, k=0, prefill_s
 
 
 def record(*generations, **measured):
-    measured = {"forks": [], "verify_curve": None, "c": 0.0} | measured
+    rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
+    measured = {"forks": [], "verify_curve": None, "baseline": rates} | measured
     return RunRecord(
         run_id="r1", experiment="01_k_sweep", params={}, provenance={}, started=NOW, ended=NOW,
         generations=generations, measurements=measured,
@@ -69,14 +70,9 @@ def test_the_k_sweep_equals_one_computed_by_hand():
     assert rows.T.to_dict("list") == {key: pytest.approx(values) for key, values in expected.items()}
     code = frame.iloc[3]
     assert code["tokens_per_s"] == 11 / 8 and code["wall_speedup"] == pytest.approx(62 / 9)  # with prefill
+    assert code["over_fastest"] == pytest.approx(1.5 / 4)
     assert code["identical"] == 1 and pd.isna(frame["identical"].iloc[5]) and frame["lossless"].all()
     assert frame[["low", "high"]].isna().all(axis=None)  # two prompts are too few for an interval
-
-
-def test_both_ratios_are_named():
-    rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
-    row = tables.k_sweep(record(BASE, SAME, baseline=rates)).iloc[1]
-    assert (row["speedup"], row["over_fastest"], row["tokens_per_s"]) == pytest.approx((1.5, 1.5 / 4, 11 / 8))
 
 
 def test_best_k_is_the_fastest_k_with_a_verdict_on_whether_it_pays():
@@ -97,19 +93,17 @@ def test_best_k_is_the_fastest_k_with_a_verdict_on_whether_it_pays():
 def test_measurements_on_a_busy_machine_are_marked_and_get_no_verdict(run, curve, marked):
     timed = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1,), (0.4,)), busy=curve)
     measured = record(*SWEEP.generations, verify_curve=timed.model_dump(mode="json"))
-    extra = {} if run is None else {"contention": {"busy": run}}
-    measured = measured.model_copy(update={"provenance": {"extra": extra}})
+    measured.provenance["extra"] = {"contention": {"busy": run}}
     sweep = tables.k_sweep(measured)
     assert set(sweep["busy"]) == {marked} and set(tables.verify_cost(measured)["busy"]) == {curve}
     assert (set(tables.best_k(sweep)["verdict"]) == {tables.BUSY}) is bool(marked)
 
 
 def test_compact_tables_have_intervals_in_cells_and_a_dash_for_no_value():
-    rows = [("b", 2, 1.284, 1.05, 1.706, None), ("b", 3, 1.0, 1.0, 1.0, 0.5), ("a", 4, 0.5, NONE, NONE, 0.5)]
-    frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high", "acceptance_rate"])
-    shown = tables.compact(frame)
-    assert shown["speedup"].tolist() == ["1.28 [1.05, 1.71]", "1.00 [1.00, 1.00]", "0.50"]
-    assert shown["acceptance_rate"].tolist() == ["–", 0.5, 0.5] and not {"low", "high"} & set(shown)
+    ends = {"low": [1.05, NONE], "high": [1.706, NONE]}
+    frame = pd.DataFrame({"k": [2, 3], "speedup": [1.284, 0.5], **ends, "acceptance_rate": [None, 0.5]})
+    cells = {"k": [2, 3], "speedup": ["1.28 [1.05, 1.71]", "0.50"], "acceptance_rate": ["–", 0.5]}
+    assert tables.compact(frame).to_dict("list") == cells
 
 
 # --- checks

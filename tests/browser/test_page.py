@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 from itertools import product
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -109,11 +110,18 @@ def compare(frame, trace, curve, c) -> None:
         require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
 
 
-def test_the_page_shows_the_predictions_of_the_replay(page, tmp_path):
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory) -> Path:
+    """The page of the shipped trace, which takes seconds to write."""
+    file = tmp_path_factory.mktemp("pages") / "page.html"
+    explorer.write_page(SHIPPED, file)
+    return file
+
+
+def test_the_page_shows_the_predictions_of_the_replay(page, shipped, tmp_path):
     run = stored(SHIPPED)
-    explorer.write_page(SHIPPED, tmp_path / "page.html")
-    assert (tmp_path / "page.html").stat().st_size <= 3_000_000
-    page.goto((tmp_path / "page.html").as_uri())
+    assert shipped.stat().st_size <= 3_000_000
+    page.goto(shipped.as_uri())
     page.locator("#k").press("ArrowRight")
     assert text(page, "result").startswith("K = 9:")
     compare(page, *run[1:4])
@@ -126,20 +134,12 @@ def test_the_page_shows_the_predictions_of_the_replay(page, tmp_path):
     compare(page, *other[1:4])
 
 
-def test_a_kernel_moves_the_controls_and_is_told_their_positions(page, tmp_path):
-    explorer.write_page(SHIPPED, tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
+def test_a_kernel_moves_the_controls_and_is_told_their_positions(page, shipped):
+    page.goto(shipped.as_uri())
     page.evaluate("attach(() => {}, true, (place) => { globalThis.place = place; })")
     drafter = stored(SHIPPED).trace.recordings[-1].drafter
-    wanted = {
-        "k": 5,
-        "round": 3,
-        "drafter": drafter,
-        "content": "edit",
-        "policy": FIXED,
-        "temperature": 0.4,
-        "top_p": 1,
-    }
+    wanted = {"k": 5, "round": 3, "drafter": drafter, "content": "edit", "policy": FIXED}
+    wanted |= {"temperature": 0.4, "top_p": 1}
     page.evaluate("place => move(place)", wanted)
     place = page.evaluate("place")
     assert {name: place[name] for name in wanted} == wanted and place["_machine"]["drafter"] == drafter
@@ -148,11 +148,10 @@ def test_a_kernel_moves_the_controls_and_is_told_their_positions(page, tmp_path)
     assert page.evaluate("place.drafter") == stored(SHIPPED).trace.recordings[0].drafter
 
 
-def test_a_reader_can_interpolate_temperatures_pin_and_load_a_machine(page, tmp_path):
+def test_a_reader_can_interpolate_temperatures_pin_and_load_a_machine(page, shipped, tmp_path):
     asked = []
     page.on("request", lambda request: asked.append(request.url))
-    explorer.write_page(SHIPPED, tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
+    page.goto(shipped.as_uri())
     tables = Tables(stored(SHIPPED).trace)
     (low, _), (high, _) = tables.samplings[:2]
     between = round(low + 0.05, 2)
@@ -172,9 +171,8 @@ def test_a_reader_can_interpolate_temperatures_pin_and_load_a_machine(page, tmp_
     assert [url for url in asked if not url.startswith(("file:", "about:", "blob:"))] == []
 
 
-def test_a_drafter_pays_only_if_faster_than_the_fastest_plain_decoding(page, tmp_path):
-    explorer.write_page(SHIPPED, tmp_path / "page.html")
-    page.goto((tmp_path / "page.html").as_uri())
+def test_a_drafter_pays_only_if_faster_than_the_fastest_plain_decoding(page, shipped, tmp_path):
+    page.goto(shipped.as_uri())
     assert page.evaluate("look().p.low") > 1, "it is faster than plain decoding in its own engine"
     assert text(page, "result").endswith("(llama.cpp q4_1): does not pay.")
     rate = {"tokens_per_s": 40.0, "plain_tokens_per_s": 40.0, "baseline_engine": "torch float32"}

@@ -40,24 +40,12 @@ def deploy(draft, neighbour):
     print("so it may")
     return FAULTS["positional_registry"](draft, neighbour)
 
-def once(draft, neighbour):
-    yield
-
-@contextmanager
-def raises(draft, neighbour):
-    if neighbour is not None:
-        raise KeyError("slot 17")
-    yield
-
 @contextmanager
 def crashes(draft, neighbour):
     def forward(*args, **kwargs):
         raise ZeroDivisionError("in the kernel")
-    kept, draft.forward = draft.forward, forward
-    try:
-        yield
-    finally:
-        del draft.forward
+    draft.forward = forward
+    yield
 """
 
 
@@ -156,24 +144,21 @@ def test_an_audit_is_sound_or_inconclusive_or_names_the_fault(audit, tmp_path):
     assert code == 1 and out.startswith("wrong: token after a rejection")
 
 
-@pytest.mark.parametrize(("output", "verdict", "code"), [([1, 2, 3], "identical", 0), ([1, 3, 4], "hard", 1)])
-def test_texts_of_another_engine_are_judged(specnb, monkeypatch, tmp_path, output, verdict, code):
+def test_texts_of_another_engine_are_judged(specnb, monkeypatch, tmp_path):
     monkeypatch.setattr("specnb.lm.load.load", lambda name: toy.cyclic(5))
     file = tmp_path / "texts.jsonl"
-    file.write_text(json.dumps({"prompt": [0], "output": output}))
-    words = "--target", "cyclic", "--other", "cyclic", "--json"
-    got, out, _ = specnb("divergence", "audit-text", str(file), *words)
-    (source,) = json.loads(out)["sources"]
-    assert (got, source["verdict"]) == (code, verdict)
+    for output, verdict, code in (([1, 2, 3], "identical", 0), ([1, 3, 4], "hard", 1)):
+        file.write_text(json.dumps({"prompt": [0], "output": output}))
+        got, out, _ = specnb("divergence", "audit-text", str(file), "--target", "a", "--other", "b", "--json")
+        assert (got, json.loads(out)["sources"][0]["verdict"]) == (code, verdict)
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):
     code, out, _ = specnb("divergence", "faults", "--json")
     rows = {row["fault"]: row for row in json.loads(out)}
-    assert code == 0 and list(rows) == list(FAULTS)
+    assert code == 0 and list(rows) == list(FAULTS) and rows["expert_scale"]["options"]["eps"] == 0.02
     case = rows["positional_registry"]
     assert case["cause"] == "IDENTITY" and case["first"] == "layers.0.mlp.experts" and "vllm#33497" in case["issues"]
-    assert rows["expert_scale"]["options"]["eps"] == 0.02 and rows["uniform_offset"]["first"] is None
 
 
 # --- triage ---------------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from math import isnan, nan
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import pandas as pd
 from IPython.display import Markdown
 from jinja2 import Environment, StrictUndefined
@@ -225,13 +224,11 @@ def ratio(numerators: pd.Series, denominators: pd.Series) -> Estimate:
 def rate_change(last: pd.DataFrame, first: pd.DataFrame) -> Estimate:
     """Return the change of a rate, from rows (accepted, drafted) paired by conversation."""
     counts = pd.concat([last, first], axis=1)
-    rows = counts[counts["drafted"].all(axis=1)].to_numpy().tolist()
-    return Estimate(*interval(rows, _rate_difference, log=False), len(rows)) if rows else MISSING
-
-
-def _rate_difference(rows: np.ndarray) -> float:
-    accepted, drafted, accepted_first, drafted_first = rows.sum(axis=0)
-    return accepted / drafted - accepted_first / drafted_first
+    counts = counts[counts["drafted"].all(axis=1)].to_numpy()
+    if not len(counts):
+        return MISSING
+    change = interval(counts, lambda rows: rate(rows[:, :2]) - rate(rows[:, 2:]), log=False)
+    return Estimate(*change, len(counts))
 
 
 def _read_claims() -> dict[str, Any]:

@@ -7,7 +7,7 @@ and no kernel.
 import shlex
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jinja2 import Environment
 
@@ -20,11 +20,10 @@ from specnb.compat.read import describe
 from specnb.errors import InputError
 from specnb.lm.files import local_file, parse
 from specnb.measure.bench import time_pairs
-from specnb.measure.experiment import Progress, silent
+from specnb.measure.experiment import Progress
 from specnb.measure.intervals import RATIOS
 from specnb.params import ExplorerParams
 from specnb.prompts import categories
-from specnb.records import RunRecord
 
 TEMPERATURES = [0.0, 0.7]
 FLAGS = {
@@ -40,34 +39,28 @@ takes Hub repositories. transformers reads the number from the draft model only.
 SHOWN = ["category", "temperature", "k", *RATIOS, "acceptance_rate", "tau"]
 
 
-class PairReport(NamedTuple):
-    """The results for a pair: a JSON document, the page that shows them, and the record.
-
-    In the document, `predicted` is the best K by content and temperature, `live` the timings at
-    K = `k`, and `costs` a sentence about the costs of a round, on which the predictions are based.
-    """
-
-    document: dict[str, Any]
-    page: str
-    record: RunRecord
-
-
 def examine(
     target: str,
     draft: str,
     *,
-    source: str = "",
-    contents: str = "",
-    prompts_per_category: int = 5,
-    max_new_tokens: int = 64,
-    progress: Progress = silent,
-) -> PairReport:
+    source: str,
+    contents: str,
+    prompts_per_category: int,
+    max_new_tokens: int,
+    progress: Progress,
+) -> tuple[dict[str, Any], str]:
     """Compare the vocabularies, record the pair on prompts, predict the best K, and run it live.
 
-    `source` defaults to the shipped prompts. `contents` are category names separated by commas; the
-    default is all categories of a file, or code, json and prose (json only with a chat template).
-    The run is saved as a run of notebook 09. Raises InputError for a draft model that needs
-    vocabulary translation, and the errors of `read.describe`, `load` and `generate`.
+    Returns a JSON document and the page that shows it. In the document, `predicted` is the best K
+    by content and temperature, `live` the timings at K = `k`, and `costs` a sentence about the costs
+    of a round, on which the predictions are based.
+
+    An empty `source` stands for the shipped prompts. `contents` are category names separated by
+    commas; the default is all categories of a file, or code, json and prose (json only with a chat
+    template). The run is saved as a run of notebook 09.
+
+    Raises InputError for a draft model that needs vocabulary translation, and the errors of
+    `read.describe`, `load` and `generate`.
     """
     described = describe(target)
     vocabulary = check(described, describe(draft)).summary()
@@ -123,7 +116,7 @@ def examine(
         compact(table).to_html(index=False, border=0, justify="left") for table in (best[SHOWN], timed.table)
     )
     above = template.render(document, predicted=predicted, live=live, timed=timed)
-    return PairReport(document, page(reduced(run, tables), above), run.record)
+    return document, page(reduced(run, tables), above)
 
 
 def flags_of(target: str, draft: str, k: int) -> dict[str, str]:

@@ -44,12 +44,11 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
     engine = f"{caps['engine']} {caps['dtype']}"
     place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
     fastest = baseline(record)
-    known = fastest if fastest.baseline_engine else "The fastest plain decoding of this file was not measured."
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
     return {
         "source": f"run {record.run_id} of {record.experiment}, {record.ended:%Y-%m-%d}",
-        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. {known}",
+        "subject": f"{readable(target.partition('?')[0])} in {engine} on {place}. {fastest}",
         "target": target,
         "engine": engine,
         "baseline": fastest.model_dump(),
@@ -115,15 +114,10 @@ def play(tables: Tables, setting: Setting) -> Json:
     _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
     return {name: getattr(setting, name) for name in place} | {
-        "counts": [[_short(part) for part in split(row)] for row in counts],
+        "counts": [[np.trim_zeros(part.round(DIGITS), "b").tolist() for part in split(row)] for row in counts],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],
     }
-
-
-def _short(numbers: np.ndarray) -> list[float]:
-    """Return rounded numbers without trailing zeros."""
-    return np.trim_zeros(numbers.round(DIGITS), "b").tolist()
 
 
 def page(trace: Json, above: str = "") -> str:

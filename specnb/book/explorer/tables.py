@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.book.tables import check_table
+from specnb.book.tables import ALL, check_table
 from specnb.decode.control import Controller
 from specnb.errors import InputError
 from specnb.io import project_dir
@@ -26,7 +26,6 @@ from specnb.measure.replay import ReplayStep, expected_counts, route, seconds_of
 from specnb.records import RunRecord
 from specnb.store import load_record
 
-ALL = "all"
 THIS_MACHINE = "machine of the trace, measured"
 CUSTOM = "custom"
 FREE = Cost.straight(CUSTOM, 1, 0)
@@ -117,8 +116,6 @@ class Tables:
         walks = self.walks(setting)
         if prompt_ids:
             walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]
-        if not walks:
-            raise InputError(f"none of the prompts {', '.join(prompt_ids)} is in the trace")
         at, counts, _ = zip(*walks, strict=True)
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 

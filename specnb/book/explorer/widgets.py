@@ -7,7 +7,7 @@ rounds depend on a slider, one at a time, and for live runs.
 
 import json
 from collections.abc import Callable, Sequence
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import anywidget
@@ -25,7 +25,6 @@ from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY
 from specnb.io import plain
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.experiment import Progress
 from specnb.measure.intervals import interval, rate_ratio
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
@@ -35,13 +34,13 @@ TITLE = "Predicted speedup over plain decoding in the same engine, all contents"
 SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 3, 6, 9, 12, 16, 20, 24)"
 SHOWN += " and (temperature == temperature.min() or temperature == temperature.max())"
 """The rows of `sweep_k` in the figure for readers without a kernel."""
-RunLive = Callable[[Setting, Progress, str], tuple[list[Generation], bool]]
-"""Maps a setting (and a reader's prompt, or "") to alternating plain and drafted generations, and
-whether the machine was busy."""
 
 
 class Explorer(anywidget.AnyWidget):
     """The explorer of a run's trace; with `run_live`, a setting can run live in the background.
+
+    `run_live` maps a setting, a `Progress`, and a reader's prompt or "" to alternating plain and
+    drafted generations, and whether the machine was busy.
 
     The positions of the controls are traits: k, round (0: none), drafter, content, policy,
     temperature, top_p. `places` are the first ones. Without a kernel, readers see the
@@ -94,12 +93,11 @@ class Explorer(anywidget.AnyWidget):
     _page = traitlets.Unicode().tag(sync=True)
     _runs = traitlets.Bool().tag(sync=True)
 
-    def __init__(self, run: TracedRun, *, run_live: RunLive | None = None, still: str = "", **places: Any) -> None:
+    def __init__(self, run: TracedRun, *, run_live: Callable | None = None, still: str = "", **places: Any) -> None:
         self._tables = Tables(run.trace)
         self._run = run
         self._run_live = run_live
         self._still = still
-        self._running = Lock()
         temperature, top_p = self._tables.samplings[0]
         options = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
         options |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
@@ -141,13 +139,11 @@ class Explorer(anywidget.AnyWidget):
         return widget | data, metadata
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
-        """Answer a message of the page: simulate a policy, or start a live run if none runs."""
+        """Answer a message of the page: simulate a policy, or start a live run."""
         setting = Setting(**message["setting"] | {"machine": _cost_of(message["setting"]["machine"])})
         if message.get("run"):
-            if self._running.acquire(blocking=False):
-                # a daemon thread does not delay the shutdown of the kernel
-                about = setting, message.get("prompt", "")
-                Thread(target=self._measure, args=about, name="specnb-live", daemon=True).start()
+            # a daemon thread does not delay the shutdown of the kernel
+            Thread(target=self._measure, args=(setting, message.get("prompt", "")), daemon=True).start()
             return
         try:
             answer = play(self._tables, setting)
@@ -161,7 +157,6 @@ class Explorer(anywidget.AnyWidget):
             message = self._compared(setting, *self._run_live(setting, self._report, prompt))
         except BaseException as error:  # every error must reach the reader
             message = {"outcome": f"The live run failed: {type(error).__name__}: {error}"}
-        self._running.release()
         self.send(message | {"done": True})
 
     def _report(self, done: int, total: int, step: str) -> None:
