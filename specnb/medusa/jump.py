@@ -32,7 +32,7 @@ from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.hf.int4 import dense_copy
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.medusa.checkpoint import load_trained_heads, open_heads
+from specnb.medusa.checkpoint import load_trained_heads
 from specnb.medusa.data import tapped_layers
 from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts
 from specnb.medusa.nets import Backbone, DrafterConfig, DrafterNet, backbone_of, frozen_copy
@@ -186,9 +186,7 @@ class JumpDrafter(HeadsDrafter):
         return step
 
 
-open_jump = partial(open_heads, schema=JumpConfig)
-"""Read the weights of a `JumpNet`. Raises InputError."""
-check_jump = partial(check_heads, read=open_jump)
+check_jump = partial(check_heads, schema=JumpConfig)
 """Check the options of `jump_drafter` before a model is opened. Raises InputError."""
 
 
@@ -198,7 +196,7 @@ def jump_drafter(
     heads_checkpoint: str | Path | None = None,
     tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
-) -> JumpDrafter:
+) -> HeadsDrafter:
     """Return a drafter with a trained `JumpNet` for a torch target.
 
     `heads_checkpoint` is a path or a shipped name; by default, the shipped drafter trained on this
@@ -207,11 +205,13 @@ def jump_drafter(
     """
     read_layers("jump", target)  # rejects other engines and families
 
-    def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
-        return JumpNet(config, target.network, token_map)
-
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
-    net, report = load_trained_heads(checkpoint, backbone_of(target), build, JumpConfig)
+    net, report = load_trained_heads(
+        checkpoint,
+        backbone_of(target),
+        lambda config, _backbone, token_map: JumpNet(config, target.network, token_map),
+        JumpConfig,
+    )
     return plan_drafts(JumpDrafter(target, net), tree, report)
 
 

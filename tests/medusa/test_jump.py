@@ -10,7 +10,7 @@ from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from specnb.medusa import recipe
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
-from specnb.medusa.nets import HeadsConfig, backbone_of, new_heads, seeded
+from specnb.medusa.nets import seeded
 from specnb.medusa.recipe import Recipe
 from specnb.medusa.rollouts import SINK, RowBatches, fit_maps, roll_out_loss
 from specnb.medusa.train import lesson_of, train
@@ -107,16 +107,12 @@ def test_states_are_those_of_the_accepted_nodes_of_a_tree(target):
 
 
 @pytest.mark.parametrize("plan", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_greedy_text_is_that_of_plain_decoding(target, config, temperature, plan):
-    drafter = JumpDrafter(target, new_net(target, config))
+def test_greedy_text_is_that_of_plain_decoding(target, plan):
+    drafter = JumpDrafter(target, new_net(target, CONFIGS["jump"]))
     drafter.take_plan(plan)
-    options = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
-    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, **options)
-    assert sum(r.k for r in drafted.rounds) > 10
-    if not temperature:
-        assert drafted.token_ids == generate(target, [5, 9, 7, 4], **options).token_ids
+    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, max_new_tokens=20)
+    assert drafted.total_draft_tokens > 10
+    assert drafted.token_ids == generate(target, [5, 9, 7, 4], max_new_tokens=20).token_ids
     drafter.close()
 
 
@@ -145,15 +141,12 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
     drafter.close()
 
 
-@pytest.mark.parametrize("trained", ["jump", "heads"])
-@pytest.mark.parametrize("product", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("trained", "product"), [("jump", "float32"), ("jump", "bfloat16"), ("heads", "bfloat16")])
 def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
     monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
     circles = periodic.backbone_model(dtype=torch.bfloat16)
     periodic.write_text(circles, tmp_path, length=32)
-    backbone = backbone_of(circles)
-    config = HeadsConfig(n_heads=2, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
-    net = of_circles(circles, "jump") if trained == "jump" else new_heads(config, backbone, None, 0)
+    net = of_circles(circles, "jump") if trained == "jump" else periodic.new_heads(circles)
     step = Recipe(1, batch_size=64, roll_out=STEPS)
     lesson = lesson_of(net, step, tmp_path)
     in_bfloat16 = []
