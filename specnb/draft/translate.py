@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation
+from specnb.draft.token_map import Tokens, Translation, choose_translation, ids_agree
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 
@@ -24,16 +24,24 @@ class TokenIntersection(LanguageModel):
     of the wrapped model, in its own ids: a shared token is one of its tokens, and any other token
     is spelled by one or more of them, independently of its neighbors, so that it can be rewound
     alone. Raises VocabularyMismatch if the tokens cannot be translated.
+
+    `target_ids[i]` and `draft_ids[i]` are pairs of ids with equal pieces, sorted by `draft_ids`. If
+    every id that both have means the same, the pairs are these ids.
     """
 
     def __init__(self, model: LanguageModel, target: LanguageModel) -> None:
-        tokens = Tokens(target), Tokens(model)
-        self.translation = choose_translation(*tokens)
+        shared = Tokens(target)
+        own = Tokens(model)
+        self.translation = choose_translation(shared, own)
         if self.translation.way is Translation.NONE:
             kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
             why = f"their tokens cannot be translated ({self.translation.overlap})"
             raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
-        self._map = TokenMap(*tokens)
+        pairs = sorted((own.ids[key], shared.ids[key]) for key in shared.ids.keys() & own.ids.keys())
+        if pairs and ids_agree(shared, own):  # repeated pieces too
+            pairs = [(i, i) for i, piece in enumerate(min(shared.by_id, own.by_id, key=len)) if piece]
+        self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
+        self._draft_of = {t: d for d, t in pairs}
         self.model = model
         self.name = model.name
         self.vocab = target.vocab
@@ -49,7 +57,7 @@ class TokenIntersection(LanguageModel):
 
     def can_draft(self, token: int) -> bool:
         """Return whether a token of the target is shared, so that it can be drafted."""
-        return token in self._map
+        return token in self._draft_of
 
     def forward(self, ids, n_logits=None):
         rows = check_forward(self, ids, n_logits)
@@ -65,7 +73,7 @@ class TokenIntersection(LanguageModel):
         self._sizes += sizes
         logits = logits[ends]
         out = np.full((rows, self.vocab.size), -np.inf, dtype=np.float32)
-        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
+        out[:, self.target_ids] = logits[:, self.draft_ids]
         # rows that are not finite are reported even if only unshared tokens are affected
         out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan
         return out
@@ -84,13 +92,19 @@ class TokenIntersection(LanguageModel):
         self.model.close()
 
     def _spell(self, token: int) -> tuple[int, ...]:
-        """Return the model's ids for a token of the target, at least one."""
-        shared = self._map.draft_of(token)
-        if shared is not None:
-            return (shared,)
+        """Return the model's ids for a token of the target, at least one.
+
+        Control tokens that the model lacks are spelled, too: it reads "<|im_start|>" as ordinary
+        text. If the target's tokenizer adds a BOS that is not shared, the model's BOS stands for it.
+        """
+        if token in self._draft_of:
+            return (self._draft_of[token],)
+        vocab = self.model.vocab
+        if token == self.vocab.bos and self.vocab.add_bos and vocab.bos is not None:
+            return (vocab.bos,)
         text = self.vocab.pieces[token]
         spelled = encode_exact(self.model, b"", text) or tuple(self._speller.spell(text))
         if spelled:
             return spelled
-        ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for text that the model cannot spell
+        ends = (vocab.eos, vocab.bos, 0)  # for text that the model cannot spell
         return (next(end for end in ends if end is not None),)

@@ -197,16 +197,19 @@ def heads_drafter(
     heads_checkpoint: str | Path | None = None,
     tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
+    drafter_of: Callable[..., HeadsDrafter] = HeadsDrafter,
+    **loading: Any,
 ) -> HeadsDrafter:
     """Return a drafter of trained heads for `target`.
 
     `heads_checkpoint` is a path or the name of shipped heads. By default, the shipped heads trained
     on this target are used, of the first available of `kinds`. For `tree`, see `plan_drafts`.
-    Raises InputError, and what the loader raises.
+    `drafter_of(target, net)` and `loading`, the arguments of `load_trained_heads`, are for other
+    networks. Raises InputError, and what the loader raises.
     """
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
-    heads, report = load_trained_heads(checkpoint, backbone_of(target))
-    return plan_drafts(HeadsDrafter(target, heads), tree, report)
+    net, report = load_trained_heads(checkpoint, backbone_of(target), **loading)
+    return plan_drafts(drafter_of(target, net), tree, report)
 
 
 hydra_drafter = partial(heads_drafter, kinds=("hydra",))

@@ -271,13 +271,12 @@ class Heads(DrafterNet):
 
     @property
     def scaled_rates(self) -> tuple[list[Tensor], str]:
-        """Hydra's weights on embeddings, `(hidden, n * hidden)`, whose learning rate is scaled.
+        """Weights on embeddings, whose learning rate is scaled: `(hidden, n * hidden)`, n = 0 for Medusa.
 
         The second value is the name of the `Recipe` field with the scale.
         """
         size = self.config.hidden_size
-        conditioned = self.heads if self.config.kind == "hydra" else ()
-        return [head.blocks[0].linear.weight.detach()[:, size:] for head in conditioned], "embedding_rate"
+        return [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the blocks' input for hidden states `(…, hidden)`, as set by `config.input`."""

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specnb.decode.generate import generate
-from specnb.errors import InputError, NonFiniteLogits
+from specnb.errors import NonFiniteLogits
 from specnb.medusa import accuracy
 from specnb.medusa.accuracy import NO_LABEL, Scores, compare_rounds, count_ranks, marginal, score, states_along
 from specnb.medusa.drafter import HeadsDrafter
@@ -17,21 +17,6 @@ LAST = torch.arange(VOCAB - 24, VOCAB)
 
 def greedy(target, prompt, **options):
     return generate(target, prompt, max_new_tokens=24, ignore_eog=True, **options)
-
-
-@pytest.mark.parametrize("n", [1, 2, 40])
-def test_states_of_the_last_rows_give_the_logits(tiny, n):
-    ids = [int(i) for i in np.random.default_rng(n).integers(3, VOCAB, 45)]
-    net = tiny.network
-    found = accuracy.states_of(tiny, ids, n)
-    with torch.inference_mode():
-        wide = net(input_ids=torch.tensor([ids]), output_hidden_states=True)
-        torch.testing.assert_close(found.post_norm, wide.hidden_states[-1][0, -n:], atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(net.model.norm(found.pre_norm), found.post_norm, atol=1e-6, rtol=1e-6)
-    np.testing.assert_allclose(found.logits, wide.logits[0, -n:].numpy(), atol=1e-3)
-    with pytest.raises(InputError, match="outside the vocabulary"):
-        accuracy.states_of(tiny, [3, VOCAB], 1)
-    assert tiny.n_past == 0
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss(tiny):
