@@ -69,16 +69,17 @@ class SuffixAutomaton:
             longest = longest.link
 
 
-def _extend(state: State | None, token: int) -> State:
+def _extend(state: State, token: int) -> State:
     """Return the state for the longest string of `state` plus `token`; split one if needed."""
     whole = state.following[token]
     if whole.length == state.length + 1:
         return whole
     part = State(whole.following.copy(), state.length + 1, whole.end, whole.link)
     whole.link = part
-    while state and state.following.get(token) is whole:
-        state.following[token] = part
-        state = state.link
+    shorter: State | None = state
+    while shorter and shorter.following.get(token) is whole:
+        shorter.following[token] = part
+        shorter = shorter.link
     return part
 
 

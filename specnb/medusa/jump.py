@@ -202,8 +202,7 @@ def jump_drafter(
     def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
         return JumpNet(config, target.network, token_map)
 
-    network = {"drafter_of": JumpDrafter, "build": build, "schema": JumpConfig}
-    return heads_drafter(target, kinds=kinds, **network, **options)
+    return heads_drafter(target, kinds=kinds, drafter_of=JumpDrafter, build=build, schema=JumpConfig, **options)
 
 
 eagle_drafter = partial(jump_drafter, kinds=("eagle",))

@@ -46,13 +46,6 @@ def prompts(n: int = CIRCLES) -> list[list[int]]:
     return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
 
 
-def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the token `n` places after each."""
-    for _ in range(n):
-        tokens = NEXT[tokens]
-    return tokens
-
-
 def trained(
     target: HfModel, token_map: torch.Tensor | None = None, *, norms: int = 1, **changed: object
 ) -> tuple[Heads, list[dict]]:
@@ -105,8 +98,10 @@ def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generati
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     """Write a training text: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
-    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
-    rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
+    columns = [torch.arange(FIRST, FIRST + PERIOD * CIRCLES)]
+    for _ in range(1, length):
+        columns.append(NEXT[columns[-1]])
+    rows = torch.stack(columns, dim=1).numpy().astype(np.int32)
     for split in data.SPLITS:
         states = data.forward_tapped(target.network, rows)[1]
         data.save_rows(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)
