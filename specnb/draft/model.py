@@ -105,8 +105,9 @@ def fit_drafter(model: LanguageModel, target: LanguageModel) -> ModelDrafter:
 
     Raises VocabularyMismatch if it cannot be translated.
     """
-    same = first_difference(target.vocab, model.vocab) is None
-    return ModelDrafter(model if same else TokenIntersection(model, target))
+    if first_difference(target.vocab, model.vocab) is not None:
+        model = TokenIntersection(model, target)
+    return ModelDrafter(model)
 
 
 # --- some of the target's own blocks, untrained ---------------------------------------------------

@@ -24,17 +24,17 @@ ANCESTORS = 8
 
 
 @dataclass(eq=False, repr=False)
-class State:
+class SuffixState:
     """The strings that end at the same positions: the longest has `length` tokens.
 
     `following` are the states after one more token, `end` is the position after the last
     occurrence, and `link` is the state of the longest suffix that ends at more positions.
     """
 
-    following: dict[int, "State"]
+    following: dict[int, "SuffixState"]
     length: int
     end: int
-    link: "State | None" = None
+    link: "SuffixState | None" = None
 
 
 class SuffixAutomaton:
@@ -48,14 +48,14 @@ class SuffixAutomaton:
         self.tokens: list[int] = []
         self.match = (0, 0)
         self._same_as = same_as
-        self._root = self._newest = State({}, 0, 0)
+        self._root = self._newest = SuffixState({}, 0, 0)
 
     def append(self, token: int) -> None:
         """Append a token to the text."""
         self.tokens.append(token)
         token = self._same_as.get(token, token)
         state = self._newest
-        new = State({}, state.length + 1, len(self.tokens))
+        new = SuffixState({}, state.length + 1, len(self.tokens))
         while state and token not in state.following:
             state.following[token] = new
             state = state.link
@@ -69,14 +69,14 @@ class SuffixAutomaton:
             longest = longest.link
 
 
-def _extend(state: State, token: int) -> State:
+def _extend(state: SuffixState, token: int) -> SuffixState:
     """Return the state for the longest string of `state` plus `token`; split one if needed."""
     whole = state.following[token]
     if whole.length == state.length + 1:
         return whole
-    part = State(whole.following.copy(), state.length + 1, whole.end, whole.link)
+    part = SuffixState(whole.following.copy(), state.length + 1, whole.end, whole.link)
     whole.link = part
-    shorter: State | None = state
+    shorter: SuffixState | None = state
     while shorter and shorter.following.get(token) is whole:
         shorter.following[token] = part
         shorter = shorter.link

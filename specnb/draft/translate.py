@@ -8,11 +8,12 @@ lower.
 """
 
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import Tokens, Translation, choose_translation, ids_agree
+from specnb.draft.token_map import Tokens, Translation, choose_translation
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 
@@ -29,17 +30,21 @@ class TokenIntersection(LanguageModel):
     every id that both have means the same, the pairs are these ids.
     """
 
-    def __init__(self, model: LanguageModel, target: LanguageModel) -> None:
-        shared = Tokens(target)
-        own = Tokens(model)
-        self.translation = choose_translation(shared, own)
+    def __init__(self, model: LanguageModel, target: Any) -> None:
+        """Translate for `target`, a LanguageModel or a `compat.description.Description` of one."""
+        target_tokens = Tokens(target)
+        draft_tokens = Tokens(model)
+        self.translation = choose_translation(target_tokens, draft_tokens)
         if self.translation.way is Translation.NONE:
             kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
             why = f"their tokens cannot be translated ({self.translation.overlap})"
             raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
-        pairs = sorted((own.ids[key], shared.ids[key]) for key in shared.ids.keys() & own.ids.keys())
-        if pairs and ids_agree(shared, own):  # repeated pieces too
-            pairs = [(i, i) for i, piece in enumerate(min(shared.by_id, own.by_id, key=len)) if piece]
+        if self.translation.way is Translation.TOKENS:
+            keys = target_tokens.ids.keys() & draft_tokens.ids.keys()
+            pairs = sorted((draft_tokens.ids[key], target_tokens.ids[key]) for key in keys)
+        else:  # repeated pieces too
+            pieces = min(target_tokens.by_id, draft_tokens.by_id, key=len)
+            pairs = [(i, i) for i, piece in enumerate(pieces) if piece]
         self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
         self._draft_of = {t: d for d, t in pairs}
         self.model = model
