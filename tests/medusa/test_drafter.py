@@ -11,6 +11,7 @@ from specnb.decode.sampling import Sampling
 from specnb.draft.load import check_drafter, load_drafter
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
+from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
@@ -29,12 +30,12 @@ ODD = torch.arange(1, 40, 2)
 
 def row_from_scratch(target, heads, tokens, path):
     """Return the row over the vocabulary of the head after drafts `path`; `tokens[-1]` is the newest token."""
-    seen = {}
-    hook = target.network.model.norm.register_forward_hook(lambda _m, x, y: seen.update(pre_norm=x[0], post_norm=y))
     with torch.inference_mode():
-        target.network(torch.tensor([list(tokens[:-1])]))
-        hook.remove()
-        hidden = seen[heads.config.input][0, -1]
+        with pre_norm_states(target.network) as passes:
+            target.network(torch.tensor([list(tokens[:-1])]))
+        hidden = passes[0][0, -1]
+        if heads.config.input == "post_norm":
+            hidden = target.network.model.norm(hidden)
         row = heads.draft_logits(len(path), hidden[None], torch.tensor([[tokens[-1], *path]]))[0]
     if heads.token_map is not None:
         row = torch.full((VOCAB,), -torch.inf).index_copy(0, heads.token_map, row)

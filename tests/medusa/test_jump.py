@@ -6,6 +6,7 @@ import torch
 
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Sampling
+from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from specnb.medusa import recipe
@@ -42,11 +43,9 @@ def new_net(target, config, token_map=MAP):
 @torch.no_grad()
 def states_of(target, net, tokens):
     """Return the outputs of the layers, computed by transformers: `(1, T, layers, D)`."""
-    out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
-    caught = []
-    with target.network.model.norm.register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
-        target.network.model(input_ids=tokens[None])
-    outputs = [*out.hidden_states[1:-1], caught[0]]
+    with pre_norm_states(target.network) as final:
+        out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
+    outputs = [*out.hidden_states[1:-1], final[0]]
     return torch.stack([outputs[layer] for layer in net.config.layers], 2)
 
 
