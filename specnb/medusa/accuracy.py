@@ -142,23 +142,15 @@ class Reference:
     """
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        target: LanguageModel,
-        prompts: Sequence[Prompt | Sequence[int]],
-        max_new_tokens: int,
-        progress: Progress = silent,
-    ) -> None:
+    def __init__(self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int) -> None:
         """Generate up to `max_new_tokens`, at most MAX_NEW_TOKENS, for each prompt.
 
         Intervals need at least FEWEST prompts.
         """
         self.target = target
         self.backbone = backbone_of(target)
-        self.plain = []
-        for done, prompt in enumerate(prompts):
-            progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
-            self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
+        limit = min(max_new_tokens, MAX_NEW_TOKENS)
+        self.plain = [generate(target, prompt, max_new_tokens=limit) for prompt in prompts]
         self.states = [states_along(target, text) for text in self.plain]
 
     def first(self, n: int) -> Self:
