@@ -11,6 +11,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specnb.draft.spelling import encode_exact
 from specnb.lm.vocab import Vocabulary, first_difference
 
@@ -118,6 +120,36 @@ def ids_agree(target: Tokens, draft: Tokens) -> bool:
     """Return whether every id that both have means the same; one may have more ids or padding."""
     short, long = sorted((target.by_id, draft.by_id), key=len)
     return bool(short) and long[: len(short)] == short
+
+
+class TokenMap:
+    """Pairs of ids with equal pieces, `target_ids[i]` and `draft_ids[i]`, sorted by `draft_ids`.
+
+    If every id that both have means the same, the pairs are these ids.
+    """
+
+    def __init__(self, target: Tokens, draft: Tokens) -> None:
+        self._target = target.vocab
+        self._draft = draft.vocab
+        pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
+        if pairs and ids_agree(target, draft):  # repeated pieces too
+            pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]
+        self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
+        self._draft_of = {t: d for d, t in pairs}
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._draft_of
+
+    def draft_of(self, token: int) -> int | None:
+        """Return the draft model's id for a token of the target, or None if it must be spelled.
+
+        Control tokens that the draft model lacks are spelled, too: it reads "<|im_start|>" as
+        ordinary text. If the target's tokenizer adds a BOS that is not shared, it maps to the draft
+        model's BOS.
+        """
+        if token == self._target.bos and self._target.add_bos and token not in self._draft_of:
+            return self._draft.bos
+        return self._draft_of.get(token)
 
 
 CANNOT_SPELL = frozenset({"wpm", "none"})

@@ -8,12 +8,11 @@ lower.
 """
 
 from functools import cache
-from typing import Any
 
 import numpy as np
 
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import Tokens, Translation, choose_translation
+from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 
@@ -25,28 +24,16 @@ class TokenIntersection(LanguageModel):
     of the wrapped model, in its own ids: a shared token is one of its tokens, and any other token
     is spelled by one or more of them, independently of its neighbors, so that it can be rewound
     alone. Raises VocabularyMismatch if the tokens cannot be translated.
-
-    `target_ids[i]` and `draft_ids[i]` are pairs of ids with equal pieces, sorted by `draft_ids`. If
-    every id that both have means the same, the pairs are these ids.
     """
 
-    def __init__(self, model: LanguageModel, target: Any) -> None:
-        """Translate for `target`, a LanguageModel or a `compat.description.Description` of one."""
-        target_tokens = Tokens(target)
-        draft_tokens = Tokens(model)
-        self.translation = choose_translation(target_tokens, draft_tokens)
+    def __init__(self, model: LanguageModel, target: LanguageModel) -> None:
+        tokens = Tokens(target), Tokens(model)
+        self.translation = choose_translation(*tokens)
         if self.translation.way is Translation.NONE:
             kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
             why = f"their tokens cannot be translated ({self.translation.overlap})"
             raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
-        if self.translation.way is Translation.TOKENS:
-            keys = target_tokens.ids.keys() & draft_tokens.ids.keys()
-            pairs = sorted((draft_tokens.ids[key], target_tokens.ids[key]) for key in keys)
-        else:  # repeated pieces too
-            pieces = min(target_tokens.by_id, draft_tokens.by_id, key=len)
-            pairs = [(i, i) for i, piece in enumerate(pieces) if piece]
-        self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
-        self._draft_of = {t: d for d, t in pairs}
+        self._map = TokenMap(*tokens)
         self.model = model
         self.name = model.name
         self.vocab = target.vocab
@@ -62,7 +49,7 @@ class TokenIntersection(LanguageModel):
 
     def can_draft(self, token: int) -> bool:
         """Return whether a token of the target is shared, so that it can be drafted."""
-        return token in self._draft_of
+        return token in self._map
 
     def forward(self, ids, n_logits=None):
         rows = check_forward(self, ids, n_logits)
@@ -78,7 +65,7 @@ class TokenIntersection(LanguageModel):
         self._sizes += sizes
         logits = logits[ends]
         out = np.full((rows, self.vocab.size), -np.inf, dtype=np.float32)
-        out[:, self.target_ids] = logits[:, self.draft_ids]
+        out[:, self._map.target_ids] = logits[:, self._map.draft_ids]
         # rows that are not finite are reported even if only unshared tokens are affected
         out[~(logits.max(axis=1, initial=-np.inf) < np.inf)] = np.nan
         return out
@@ -97,19 +84,13 @@ class TokenIntersection(LanguageModel):
         self.model.close()
 
     def _spell(self, token: int) -> tuple[int, ...]:
-        """Return the model's ids for a token of the target, at least one.
-
-        Control tokens that the model lacks are spelled, too: it reads "<|im_start|>" as ordinary
-        text. If the target's tokenizer adds a BOS that is not shared, the model's BOS stands for it.
-        """
-        if token in self._draft_of:
-            return (self._draft_of[token],)
-        vocab = self.model.vocab
-        if token == self.vocab.bos and self.vocab.add_bos and vocab.bos is not None:
-            return (vocab.bos,)
+        """Return the model's ids for a token of the target, at least one."""
+        shared = self._map.draft_of(token)
+        if shared is not None:
+            return (shared,)
         text = self.vocab.pieces[token]
         spelled = encode_exact(self.model, b"", text) or tuple(self._speller.spell(text))
         if spelled:
             return spelled
-        ends = (vocab.eos, vocab.bos, 0)  # for text that the model cannot spell
+        ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for text that the model cannot spell
         return (next(end for end in ends if end is not None),)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specnb.decode.generate import generate
 from specnb.draft.model import fit_drafter
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import Tokens, Translation, choose_translation, ids_agree
+from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation, ids_agree
 from specnb.draft.translate import TokenIntersection
 from specnb.errors import InputError, NonFiniteLogits, VocabularyMismatch
 from specnb.lm import toy
@@ -18,10 +18,12 @@ from specnb.lm.vocab import Vocabulary
 from tests.laws.vocabularies import SpellingLM, model
 
 
+def mapped(target, draft):
+    return TokenMap(Tokens(target), Tokens(draft))
+
+
 def pairs(target, draft):
-    if choose_translation(Tokens(target), Tokens(draft)).way is Translation.NONE:
-        return {}
-    both = TokenIntersection(draft, target)
+    both = mapped(target, draft)
     return dict(zip(both.draft_ids.tolist(), both.target_ids.tolist(), strict=True))
 
 
@@ -39,6 +41,7 @@ def test_matched_ids_have_equal_bytes_and_are_both_text_or_both_control(pieces, 
     for d, t in both.items():
         assert others[d] == pieces[t] != b""
         assert by_id or (d in draft.vocab.special) == (t in target.vocab.special)
+        assert mapped(target, draft).draft_of(t) == d
     kinds = [{(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p} for m in (target, draft)]
     assert by_id or len(both) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
@@ -46,6 +49,7 @@ def test_matched_ids_have_equal_bytes_and_are_both_text_or_both_control(pieces, 
 def test_an_added_bos_becomes_the_draft_models_bos_once():
     target = model([b"<s>", b"a", b"<u>"], special=frozenset({0, 2}), bos=0, add_bos=True)
     draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1, add_bos=True)
+    assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
     for ids in ([0, 1], [1]):
         made = TokenIntersection(draft, target)
         for token in ids:
@@ -56,9 +60,7 @@ def test_an_added_bos_becomes_the_draft_models_bos_once():
     made.forward([2])
     assert draft._ids == [1, 2, 4, 5], "a control token that the draft lacks is read as its text"
     target.vocab = replace(target.vocab, add_bos=False)
-    draft.reset()
-    TokenIntersection(draft, target).forward([0])
-    assert draft._ids == [1, 2, 3, 5], "it is a mark among others, such as <|im_start|>"
+    assert mapped(target, draft).draft_of(0) is None, "it is a mark among others, such as <|im_start|>"
 
 
 class SentencePiece(SpellingLM):
