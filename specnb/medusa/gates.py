@@ -121,7 +121,7 @@ def judge_loading(e: HeadsEvidence) -> Verdict:
 
 def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     """Check that heads without blocks return the backbone's logits: the norm is applied once."""
-    states = max(e.reference.states, key=lambda states: len(states.ids))
+    states = max(e.reference.states, key=lambda states: len(states.logits))
     normed = block_input(e.heads, states)
     expected = torch.from_numpy(states.logits)
     if e.heads.token_map is not None:

@@ -35,8 +35,7 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 def lesson_of(net: Trainee, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of `net` on the text in a folder."""
-    make = jump_lesson if isinstance(net, JumpNet) else heads_lesson
-    return make(net, recipe, text)
+    return jump_lesson(net, recipe, text) if isinstance(net, JumpNet) else heads_lesson(net, recipe, text)
 
 
 def train(
