@@ -134,18 +134,11 @@ class StoppingPicker(Picker):
 
     def pick(self, logits):
         picked = self._chooser.pick(logits)  # first, so that a non-finite row is detected
-        return picked if picked and self._goes_on(logits) else None
-
-    def best(self, logits):
-        token = self._chooser.best(logits)
-        return token if token is not None and self._goes_on(logits) else None
-
-    def _goes_on(self, logits: np.ndarray) -> bool:
-        if not self.control.goes_on(self._position, top_probability(logits)):
-            return False
+        if not (picked and self.control.goes_on(self._position, top_probability(logits))):
+            return None
         self.enough = self.control.enough(self._position)
         self._position += 1
-        return True
+        return picked
 
     def copies(self, support, k):
         return self.control.worth_copying(support, k)

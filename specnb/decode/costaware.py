@@ -184,7 +184,7 @@ class CostAware(Controller):
 class Positions:
     """Acceptance rates by position, and the share of rounds with draft tokens."""
 
-    def __init__(self, k_max: int, expected: Sequence[float] = ()) -> None:
+    def __init__(self, k_max: int, expected: Sequence[float]) -> None:
         """Set the prior rates by position; the last of `expected` holds for all later positions."""
         self._kept = np.zeros(k_max)
         self._tested = np.zeros(k_max)

@@ -63,7 +63,6 @@ def autoregressive(
         if stopping.ended(len(tokens), target.caps.n_ctx):
             return
         ahead = after_prompt if index == 0 else None
-        _require_state(target, tokens, ahead)
         began = perf_counter()
         logits = _logits(target, tokens, NOTHING, ahead)
         verified = perf_counter()
@@ -137,7 +136,6 @@ def speculative(
         drafted = perf_counter()
         # 2. Verify all draft tokens in one forward pass.
         ahead = after_prompt if index == 0 else None
-        _require_state(target, tokens, ahead)
         logits = _logits(target, tokens, proposal, ahead)
         verified = perf_counter()
         # 3. Accept some of them, add one token from the target, and commit.
@@ -209,7 +207,12 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
     """Return the logits after the newest token and after each draft token, `(k + 1, vocab)`.
 
     Runs one forward pass. `ahead` is the first row if the newest token is already in the state.
+    Raises StateError if something else used the target, which would change the output.
     """
+    held = len(tokens) - (ahead is None)
+    if target.n_past != held:
+        used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
+        raise StateError(f"{used}: another generation or the drafter used it. Load the model once for each of them")
     ids = proposal.ids
     tree = proposal.tree
     if ahead is None:
@@ -229,14 +232,6 @@ def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead:
         target.keep_path((0, *(node + 1 for node in path)))
     else:
         target.keep_path(path)
-
-
-def _require_state(target: LanguageModel, tokens: list[int], ahead: np.ndarray | None) -> None:
-    """Raise StateError if something else used the target, which would change the output."""
-    held = len(tokens) - (ahead is None)
-    if target.n_past != held:
-        used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
-        raise StateError(f"{used}: another generation or the drafter used it. Load the model once for each of them")
 
 
 def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:

@@ -274,11 +274,11 @@ class Router(DrafterBase):
             self.ledger.book(draft_s + verify_s, plain_s, CAUTION * self._estimate_s)
         # 2. Let each arm learn from the round.
         n_accepted = max(0, len(tokens) - self._n - 1)
-        name = self._best.arm.drafter.name if self._best and n_drafted else ""
-        self.choices.append((name, n_drafted, n_accepted))
+        best = self._best if n_drafted else None
+        self.choices.append((best.arm.drafter.name if best else "", n_drafted, n_accepted))
         for arm in self.arms:
-            if n_drafted and self._best and arm is self._best.arm:
-                arm.learn(tokens, n_drafted, n_accepted, draft_s / self._pace / self._best.steps[n_drafted])
+            if best and arm is best.arm:
+                arm.learn(tokens, n_drafted, n_accepted, draft_s / self._pace / best.steps[n_drafted])
             else:
                 arm.learn(tokens, 0, n_accepted, 0.0)
         self._n = 0

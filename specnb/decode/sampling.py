@@ -134,10 +134,6 @@ class Chooser(Picker):
         row = self.sampling.probabilities(logits)
         return self.draws.categorical(row), row
 
-    def best(self, logits):
-        """Return the most likely token. Raises NonFiniteLogits."""
-        return argmax(logits)
-
     def copies(self, _support, k):
         """Return `k`. Only controllers reduce it."""
         return k

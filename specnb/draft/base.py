@@ -78,10 +78,6 @@ class Picker(Protocol):
         """
         ...
 
-    def best(self, logits: np.ndarray) -> int | None:
-        """Return the argmax, at any temperature, for deterministic drafters; or None, as `pick`."""
-        ...
-
     def copies(self, support: int, k: int) -> int:
         """Return how many of `k` copied tokens to propose after a match of `support` tokens.
 

@@ -81,15 +81,18 @@ def join_engine(draft: str, target: str) -> str:
 
 @contextmanager
 def open_pair(
-    target: LanguageModel | str | Path, drafter: Drafter | LanguageModel | str | None, **options: Any
+    target: LanguageModel | str | Path,
+    drafter: Drafter | LanguageModel | str | None,
+    *,
+    strict: bool = False,
+    **options: Any,
 ) -> Iterator[tuple[LanguageModel, Drafter | LanguageModel | None, str | None]]:
     """Open a target and a drafter by name, and close them afterwards.
 
     Yields target, drafter, and the reason if there is no drafter. Invalid names and options raise
-    before a model is loaded, if possible. `options` (and `strict`) are those of `load_drafter`.
+    before a model is loaded, if possible. `strict` and `options` are those of `load_drafter`.
     """
     fallback = None
-    strict = options.pop("strict", False)
     with ExitStack() as opened:
         if isinstance(target, str | Path):
             name = str(target)

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from specnb.draft.base import DrafterBase, Proposal
-from specnb.draft.token_map import Tokens, Translation, choose_translation
 from specnb.draft.translate import TokenIntersection
-from specnb.errors import OTHER_DRAFTERS, CapacityError, InputError, VocabularyMismatch, require_known
+from specnb.errors import CapacityError, InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import name_copy, parse
 from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.load import load
+from specnb.lm.vocab import first_difference
 
 
 def n_common(left: Sequence[int], right: Sequence[int]) -> int:
@@ -105,13 +105,9 @@ def fit_drafter(model: LanguageModel, target: LanguageModel) -> ModelDrafter:
 
     Raises VocabularyMismatch if it cannot be translated.
     """
-    method, overlap = choose_translation(Tokens(target), Tokens(model))
-    if method is Translation.SAME:
-        return ModelDrafter(model)
-    if method is Translation.NONE:
-        kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
-        raise VocabularyMismatch(f"{kinds}: their tokens cannot be translated ({overlap}). {OTHER_DRAFTERS}")
-    return ModelDrafter(TokenIntersection(model, target))
+    if first_difference(target.vocab, model.vocab) is not None:
+        model = TokenIntersection(model, target)
+    return ModelDrafter(model)
 
 
 # --- some of the target's own blocks, untrained ---------------------------------------------------

@@ -11,6 +11,7 @@ compressed tokenizer does: `my_name` matches `myName`, and the tokens after it a
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specnb.draft.base import Proposal
@@ -22,6 +23,20 @@ ANCESTORS = 8
 """Shorter matches whose last position is updated per token; updating all is slow in loops."""
 
 
+@dataclass(eq=False, repr=False)
+class SuffixState:
+    """The strings that end at the same positions: the longest has `length` tokens.
+
+    `following` are the states after one more token, `end` is the position after the last
+    occurrence, and `link` is the state of the longest suffix that ends at more positions.
+    """
+
+    following: dict[int, "SuffixState"]
+    length: int
+    end: int
+    link: "SuffixState | None" = None
+
+
 class SuffixAutomaton:
     """Suffix automaton of the `tokens` so far.
 
@@ -31,52 +46,41 @@ class SuffixAutomaton:
 
     def __init__(self, same_as: Mapping[int, int]) -> None:
         self.tokens: list[int] = []
-        self._same_as = same_as
         self.match = (0, 0)
-        self._next: list[dict[int, int]] = [{}]
-        self._link = [-1]
-        self._length = [0]
-        self._end = [0]
-        self._newest = 0
+        self._same_as = same_as
+        self._root = self._newest = SuffixState({}, 0, 0)
 
     def append(self, token: int) -> None:
         """Append a token to the text."""
         self.tokens.append(token)
         token = self._same_as.get(token, token)
         state = self._newest
-        new = self._add({}, self._length[self._newest] + 1, len(self.tokens))
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
-        self._link[new] = self._target(state, token) if state >= 0 else 0
+        new = SuffixState({}, state.length + 1, len(self.tokens))
+        while state and token not in state.following:
+            state.following[token] = new
+            state = state.link
+        longest = new.link = _extend(state, token) if state else self._root
         self._newest = new
-        longest = state = self._link[new]
-        self.match = (self._length[longest], self._end[longest])
+        self.match = (longest.length, longest.end)
         for _ in range(ANCESTORS):
-            if state <= 0:
+            if longest.link is None:
                 break
-            self._end[state] = len(self.tokens)
-            state = self._link[state]
+            longest.end = len(self.tokens)
+            longest = longest.link
 
-    def _add(self, following: dict[int, int], length: int, end: int) -> int:
-        self._next.append(following)
-        self._link.append(-1)
-        self._length.append(length)
-        self._end.append(end)
-        return len(self._next) - 1
 
-    def _target(self, state: int, token: int) -> int:
-        """Return the state for the longest string of `state` plus `token`; split one if needed."""
-        whole = self._next[state][token]
-        if self._length[whole] == self._length[state] + 1:
-            return whole
-        part = self._add(self._next[whole].copy(), self._length[state] + 1, self._end[whole])
-        self._link[part] = self._link[whole]
-        self._link[whole] = part
-        while state >= 0 and self._next[state].get(token) == whole:
-            self._next[state][token] = part
-            state = self._link[state]
-        return part
+def _extend(state: SuffixState, token: int) -> SuffixState:
+    """Return the state for the longest string of `state` plus `token`; split one if needed."""
+    whole = state.following[token]
+    if whole.length == state.length + 1:
+        return whole
+    part = SuffixState(whole.following.copy(), state.length + 1, whole.end, whole.link)
+    whole.link = part
+    shorter: SuffixState | None = state
+    while shorter and shorter.following.get(token) is whole:
+        shorter.following[token] = part
+        shorter = shorter.link
+    return part
 
 
 class SuffixDrafter(Copier):

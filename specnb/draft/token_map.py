@@ -9,7 +9,7 @@ and scatters in the order of ids, which is not lossless.)
 from collections.abc import Collection
 from enum import StrEnum
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,20 +27,14 @@ How do I sort a list of numbers? Use `sorted(numbers, reverse=True)`. That's it,
 """
 
 
-class Tokenizing(Protocol):
-    """Encodes text: a LanguageModel, or a `compat.description.Description` of one."""
-
-    name: str
-    vocab: Vocabulary
-
-    def encode(self, text: str, *, special: bool = True) -> list[int]: ...
-
-
 class Tokens:
-    """The tokens of one model, prepared for comparison with those of other models."""
+    """The tokens of one model, prepared for comparison with those of other models.
 
-    def __init__(self, model: Tokenizing) -> None:
-        self.vocab = model.vocab
+    `model` is a LanguageModel, or a `compat.description.Description` of one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self.vocab: Vocabulary = model.vocab
         self._model = model
 
     @cached_property
@@ -131,16 +125,14 @@ def ids_agree(target: Tokens, draft: Tokens) -> bool:
 class TokenMap:
     """Pairs of ids with equal pieces, `target_ids[i]` and `draft_ids[i]`, sorted by `draft_ids`.
 
-    If `is_slice`, every id that both have means the same, and the pairs are these ids.
+    If every id that both have means the same, the pairs are these ids.
     """
 
     def __init__(self, target: Tokens, draft: Tokens) -> None:
         self._target = target.vocab
         self._draft = draft.vocab
-        self.overlap = overlap(target, draft)
         pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
-        self.is_slice = bool(pairs) and ids_agree(target, draft)
-        if self.is_slice:  # repeated pieces too
+        if pairs and ids_agree(target, draft):  # repeated pieces too
             pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]
         self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
         self._draft_of = {t: d for d, t in pairs}

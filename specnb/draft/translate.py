@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 
 from specnb.draft.spelling import GreedySpeller, encode_exact
-from specnb.draft.token_map import Fit, Tokenizing, TokenMap, Tokens, Translation
+from specnb.draft.token_map import TokenMap, Tokens, Translation, choose_translation
 from specnb.errors import OTHER_DRAFTERS, VocabularyMismatch
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 
@@ -23,15 +23,17 @@ class TokenIntersection(LanguageModel):
     A row contains the draft model's logits for shared tokens, and -inf elsewhere. The state is that
     of the wrapped model, in its own ids: a shared token is one of its tokens, and any other token
     is spelled by one or more of them, independently of its neighbors, so that it can be rewound
-    alone. Raises VocabularyMismatch if no token is shared.
+    alone. Raises VocabularyMismatch if the tokens cannot be translated.
     """
 
-    def __init__(self, model: LanguageModel, target: Tokenizing) -> None:
-        self._map = TokenMap(Tokens(target), Tokens(model))
-        if not len(self._map.draft_ids):
-            raise VocabularyMismatch(f"{target.name} and {model.name} share no token. {OTHER_DRAFTERS}")
-        method = Translation.SLICING if self._map.is_slice else Translation.TOKENS
-        self.translation = Fit(method, self._map.overlap)
+    def __init__(self, model: LanguageModel, target: LanguageModel) -> None:
+        tokens = Tokens(target), Tokens(model)
+        self.translation = choose_translation(*tokens)
+        if self.translation.way is Translation.NONE:
+            kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
+            why = f"their tokens cannot be translated ({self.translation.overlap})"
+            raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
+        self._map = TokenMap(*tokens)
         self.model = model
         self.name = model.name
         self.vocab = target.vocab

@@ -11,7 +11,7 @@ faults and tables share them.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property
 from math import nan
 from typing import NamedTuple, Self
 
@@ -142,35 +142,16 @@ class Reference:
     """
 
     @torch.inference_mode()
-    def __init__(
-        self,
-        target: LanguageModel,
-        prompts: Sequence[Prompt | Sequence[int]],
-        max_new_tokens: int,
-        progress: Progress = silent,
-    ) -> None:
+    def __init__(self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int) -> None:
         """Generate up to `max_new_tokens`, at most MAX_NEW_TOKENS, for each prompt.
 
         Intervals need at least FEWEST prompts.
         """
         self.target = target
         self.backbone = backbone_of(target)
-        self.plain = []
-        for done, prompt in enumerate(prompts):
-            progress(done, len(prompts), f"plain text {done + 1} of {len(prompts)}")
-            self.plain.append(generate(target, prompt, max_new_tokens=min(max_new_tokens, MAX_NEW_TOKENS)))
+        limit = min(max_new_tokens, MAX_NEW_TOKENS)
+        self.plain = [generate(target, prompt, max_new_tokens=limit) for prompt in prompts]
         self.states = [states_along(target, text) for text in self.plain]
-        self._chains: dict[Heads, list[Generation]] = {}
-
-    def chains(self, heads: Heads, progress: Progress = silent) -> list[Generation]:
-        """Return greedy generations with `heads`, one per prompt; each is generated once."""
-        chains = self._chains.setdefault(heads, [])  # also of `first`
-        drafter = HeadsDrafter(self.target, heads)
-        decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
-        for text in self.plain[len(chains) :]:
-            progress(len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}")
-            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
-        return chains[: len(self.plain)]
 
     def first(self, n: int) -> Self:
         """Return the reference of the first `n` prompts."""
@@ -178,11 +159,6 @@ class Reference:
         part.plain = self.plain[:n]
         part.states = self.states[:n]
         return part
-
-    @property
-    def longest(self) -> States:
-        """The states along the longest text."""
-        return max(self.states, key=lambda states: len(states.ids))
 
     @cached_property
     def baseline(self) -> Baseline:
@@ -207,7 +183,12 @@ class HeadsEvidence:
         self.heads = heads
         self.report = report
         self.log = report.log if report else ()
-        self.chains = reference.chains(heads, progress)
+        self.chains = []
+        drafter = HeadsDrafter(reference.target, heads)
+        for done, text in enumerate(reference.plain):
+            progress(done, len(reference.plain), f"gates: chain {done + 1} of {len(reference.plain)}")
+            limits = {"k": heads.config.n_heads, "max_new_tokens": text.max_new_tokens}
+            self.chains.append(generate(reference.target, text.prompt_ids, drafter=drafter, **limits))
 
     @cached_property
     def scores(self) -> list[Scores]:

@@ -46,28 +46,16 @@ MAP = "token_map"
 """Name of the tensor with the draft vocabulary in our layout."""
 
 
-class HeadsFile(NamedTuple):
-    """Weights as read from a file; `tensors` has the names in the file.
-
-    `config` is None in the note's layout. `converted` describes changes made while reading.
-    """
-
-    file: Path
-    layout: str
-    config: Any  # a DrafterConfig
-    tensors: dict[str, Tensor]
-    converted: list[str]
-
-
 class LoadReport(NamedTuple):
     """The loader's report: `converted` lists differences from our layout, `findings` problems.
 
-    `training` is the content of training.json, or empty.
+    `config` is None for the note's layout before it is converted. `training` is the content of
+    training.json, or empty.
     """
 
     path: Path
     layout: str
-    config: HeadsConfig
+    config: Any  # a DrafterConfig
     converted: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
     training: Mapping[str, Any] = MappingProxyType({})
@@ -99,30 +87,33 @@ def shipped() -> dict[str, Path]:
     return {config.parent.name: config.parent for config in sorted(root.glob(f"*/{CONFIG_FILE}"))}
 
 
-def open_heads(name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConfig) -> HeadsFile:
+def open_heads(
+    name_or_path: str | Path, schema: type[DrafterConfig] = HeadsConfig
+) -> tuple[LoadReport, dict[str, Tensor]]:
     """Read weights from a file, a folder, or a name of `shipped` (use `./NAME` for a folder NAME).
 
-    `schema` is the class of config.json. Code pickled in a `.pt` file is not run. Raises InputError
+    Return the report so far, and the weights by their names in the file. `schema` is the class of
+    config.json. Code pickled in a `.pt` file is not run. Raises InputError
     for a file that does not exist, cannot be read or has no known layout, and for a missing or
     invalid config.json.
     """
     file = _find_weights(str(name_or_path))
-    config_file = file.with_name(CONFIG_FILE)
-    converted = []
+    converted = ()
     with reading(file):
         if file.suffix == ".safetensors":
             tensors = safetensors.torch.load_file(file)
         else:  # only zip archives can be mapped, not older files
             stored = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
             key, tensors = _unwrap(file, stored)
-            converted += [f"the weights were in {key!r}"] if key else []
+            converted = (f"the weights were in {key!r}",) if key else ()
     names = filter(None, map(HEAD_NAME.fullmatch, tensors))
     if any(name[2] == "res_block" for name in names):
-        return HeadsFile(file, NOTE, None, tensors, converted)
+        return LoadReport(file, NOTE, None, converted), tensors
+    config_file = file.with_name(CONFIG_FILE)
     if not config_file.is_file():
         raise InputError(f"no {CONFIG_FILE} next to {file}: add it, it defines the input of the heads")
     config = validated(schema, read_json(config_file), str(config_file))
-    return HeadsFile(file, OWN, config, tensors, converted)
+    return LoadReport(file, OWN, config, converted), tensors
 
 
 def _find_weights(name: str) -> Path:
@@ -163,12 +154,13 @@ def load_trained_heads(
     and keys that are missing, unexpected or of another shape or dtype. Raises InputError as
     `open_heads` does.
     """
-    stored = open_heads(path, schema)
+    report, stored = open_heads(path, schema)
     # 1. Clone, because the mapped file may change. Skip the empty tensor that older versions wrote.
-    tensors = {name: tensor.clone() for name, tensor in stored.tensors.items() if tensor.numel()}
-    config, faults = stored.config, []
-    if stored.layout == NOTE:
-        config, tensors, faults = _convert_note(stored, tensors, backbone)
+    tensors = {name: tensor.clone() for name, tensor in stored.items() if tensor.numel()}
+    faults = []
+    if report.layout == NOTE:
+        report, tensors, faults = _convert_note(report, tensors, backbone)
+    config = report.config
     # 2. Reject weights that do not fit.
     faults += _list_faults(tensors, config, backbone)
     if not faults:
@@ -178,43 +170,42 @@ def load_trained_heads(
         except RuntimeError as error:  # lists missing and unexpected keys, and wrong shapes
             faults = [" ".join(str(error).split())]
     if faults:
-        refused = f"{stored.file} cannot be used: {'; '.join(faults):.2000}"
+        refused = f"{report.path} cannot be used: {'; '.join(faults):.2000}"
         raise HeadsMismatch(f"{refused}. Use heads trained for this model, or convert the file again")
     # 3. Report conversions and suspicious weights.
     if not config.backbone:
         named = config.backbone_name or "not named"
-        stored.converted.append(f"no digest of the heads' backbone ({named}): only sizes were compared")
+        unchecked = f"no digest of the heads' backbone ({named}): only sizes were compared"
+        report = report._replace(converted=(*report.converted, unchecked))
     findings = tuple(
         f"{name} is all zero: it was never trained"
         for name, module in net.named_modules()
         if isinstance(module, ResidualBlock) and not any(weight.any() for weight in module.parameters())
     )
-    facts = stored.file.with_name(TRAINING_FILE)
+    facts = report.path.with_name(TRAINING_FILE)
     training = read_json(facts) if facts.exists() else {}
-    report = LoadReport(stored.file, stored.layout, config, tuple(stored.converted), findings, training)
-    return net.eval(), report
+    return net.eval(), report._replace(findings=findings, training=training)
 
 
 def _convert_note(
-    stored: HeadsFile, tensors: dict[str, Tensor], backbone: Backbone
-) -> tuple[HeadsConfig, dict[str, Tensor], list[str]]:
-    """Convert weights in the note's layout: return config, weights, and mismatches."""
+    report: LoadReport, tensors: dict[str, Tensor], backbone: Backbone
+) -> tuple[LoadReport, dict[str, Tensor], list[str]]:
+    """Convert weights in the note's layout: return report with config, weights, and mismatches."""
     names = [*filter(None, map(HEAD_NAME.fullmatch, tensors))]
     heads = {name[1] for name in names}
     norms = [f"heads.{head}.norm.weight" for head in heads]
     faults = []
     has_norms = tensors.keys() >= set(norms)  # else norms are unexpected keys
+    input_state = "no norm inside: the heads take the normed hidden state"
     if has_norms:
+        input_state = "frozen norm inside: the heads take the hidden state before the norm"
         final = backbone.norm.weight.cpu()
         for name in norms:
             norm = tensors.pop(name)
             # equal, or one rounded to the other's dtype
             if not torch.equal(norm.to(final.dtype), final) and not torch.equal(final.to(norm.dtype), norm):
                 faults.append(f"{name} differs from the backbone's final norm: wrong model, or trained norm")
-        stored.converted.append("frozen norm inside: the heads take the hidden state before the norm")
-    else:
-        stored.converted.append("no norm inside: the heads take the normed hidden state")
-    config = {
+    values = {
         "n_heads": 1 + max(map(int, heads)),
         "bias": any(name[3] == "bias" for name in names),
         "hidden_size": backbone.hidden_size,
@@ -223,7 +214,8 @@ def _convert_note(
         "input": "pre_norm" if has_norms else "post_norm",
     }
     renamed = {name.replace(NOTE_BLOCK, OWN_BLOCK): tensor for name, tensor in tensors.items()}
-    return validated(HeadsConfig, config, f"heads in {stored.file}"), renamed, faults
+    config = validated(HeadsConfig, values, f"heads in {report.path}")
+    return report._replace(config=config, converted=(*report.converted, input_state)), renamed, faults
 
 
 def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) -> list[str]:

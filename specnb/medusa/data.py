@@ -17,7 +17,6 @@ import json
 import platform
 import sysconfig
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, NamedTuple
@@ -26,9 +25,7 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers import PreTrainedModel
 
 from specnb.decode.generate import prompt_ids
 from specnb.errors import InputError, MemoryShortError
@@ -167,34 +164,6 @@ def dense_dtype(model: LanguageModel) -> torch.dtype | None:
     return getattr(torch, auto_dtype())
 
 
-@contextmanager
-def attention_in_groups(net: PreTrainedModel) -> Iterator[None]:
-    """Use `attend_in_groups` for the attention of one new token per row, inside the block.
-
-    On a CPU, torch's SDPA takes ten times as long for grouped query heads without a mask.
-    """
-    AttentionInterface.register("groups", attend_in_groups)
-    AttentionMaskInterface.register("groups", sdpa_mask)
-    before = net.config._attn_implementation
-    net.set_attn_implementation("groups" if before == "sdpa" else before)
-    try:
-        yield
-    finally:
-        net.set_attn_implementation(before)
-
-
-def attend_in_groups(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any):
-    """Compute attention by two matrix products for one query per row without a mask, else by SDPA.
-
-    `q (B, H, n, d)`, `k` and `v (B, G, length, d)`, for G groups of H / G heads that share keys.
-    """
-    if q.shape[2] > 1 or mask is not None:
-        return sdpa_attention_forward(module, q, k, v, mask, **options)
-    q = q.view(*k.shape[:2], -1, k.shape[-1]) * options["scaling"]  # (B, G, H / G, d)
-    attended = (q @ k.transpose(2, 3)).softmax(-1) @ v
-    return attended.flatten(1, 2)[:, None], None
-
-
 @torch.inference_mode()
 def write_rows(
     net: PreTrainedModel, seeds: Sequence[tuple[int, ...]], length: int, rng: Generator
@@ -207,16 +176,15 @@ def write_rows(
         row[: len(seed)] = seed
     states = []
     begin = 0
-    with attention_in_groups(net):
-        for end in range(seed_lengths.min(), length + 1):
-            # 1. Process new tokens: first the shortest seed's length of every row, then one token.
-            logits, state = forward_tapped(net, tokens[:, begin:end], **options)
-            states.append(state)
-            begin = end
-            # 2. Sample the next token of every row whose seed has ended.
-            if end < length:
-                growing = seed_lengths <= end
-                tokens[growing, end] = sample(logits, rng)[growing]
+    for end in range(seed_lengths.min(), length + 1):
+        # 1. Process new tokens: first the shortest seed's length of every row, then one token.
+        logits, state = forward_tapped(net, tokens[:, begin:end], **options)
+        states.append(state)
+        begin = end
+        # 2. Sample the next token of every row whose seed has ended.
+        if end < length:
+            growing = seed_lengths <= end
+            tokens[growing, end] = sample(logits, rng)[growing]
     return tokens, torch.cat(states, 1)
 
 

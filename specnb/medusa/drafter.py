@@ -10,7 +10,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CostCurve
 from specnb.medusa.checkpoint import CONFIG_FILE, LoadReport, load_trained_heads, open_heads, shipped
-from specnb.medusa.nets import backbone_of
+from specnb.medusa.nets import DrafterConfig, HeadsConfig, backbone_of
 from specnb.medusa.tree import SIZES, TimedTree, TreePlan, fastest_tree, grow, tree_curve
 
 
@@ -174,7 +174,6 @@ def drafting_s(drafter: HeadsDrafter, k: int, *, repeats: int = 5) -> float:
 
 
 CHAIN, AUTO = "chain", "auto"
-Planned = TypeVar("Planned", bound=HeadsDrafter)
 KINDS = ("medusa", "hydra")
 """Kinds of heads to look for, in this order, if no checkpoint is given."""
 
@@ -184,12 +183,12 @@ def check_heads(
     *,
     heads_checkpoint: str | None = None,
     tree: str = CHAIN,
-    read: Callable = open_heads,
+    schema: type[DrafterConfig] = HeadsConfig,
 ) -> None:
     """Check the options of `heads_drafter` before a model is opened. Raises InputError."""
     tree_size(tree)
     if heads_checkpoint is not None:
-        read(heads_checkpoint)
+        open_heads(heads_checkpoint, schema)
 
 
 def heads_drafter(
@@ -198,23 +197,26 @@ def heads_drafter(
     heads_checkpoint: str | Path | None = None,
     tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
+    drafter_of: Callable[..., HeadsDrafter] = HeadsDrafter,
+    **loading: Any,
 ) -> HeadsDrafter:
     """Return a drafter of trained heads for `target`.
 
     `heads_checkpoint` is a path or the name of shipped heads. By default, the shipped heads trained
     on this target are used, of the first available of `kinds`. For `tree`, see `plan_drafts`.
-    Raises InputError, and what the loader raises.
+    `drafter_of(target, net)` and `loading`, the arguments of `load_trained_heads`, are for other
+    networks. Raises InputError, and what the loader raises.
     """
     checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
-    heads, report = load_trained_heads(checkpoint, backbone_of(target))
-    return plan_drafts(HeadsDrafter(target, heads), tree, report)
+    net, report = load_trained_heads(checkpoint, backbone_of(target), **loading)
+    return plan_drafts(drafter_of(target, net), tree, report)
 
 
 hydra_drafter = partial(heads_drafter, kinds=("hydra",))
 """Return a drafter of the shipped Hydra heads trained on the target."""
 
 
-def plan_drafts(drafter: Planned, tree: str | int, report: LoadReport) -> Planned:
+def plan_drafts(drafter: HeadsDrafter, tree: str | int, report: LoadReport) -> HeadsDrafter:
     """Set a drafter's plan, from the accuracies on held-out text in its training metadata.
 
     `tree` is "chain", a number of nodes, or "auto": the tree with the most expected tokens per
@@ -222,35 +224,28 @@ def plan_drafts(drafter: Planned, tree: str | int, report: LoadReport) -> Planne
     is drafted instead of a tree.
     """
     size = tree_size(tree)
-    shares = report.training.get("accuracy")
-    accuracy = np.array(shares) if shares else None  # (heads, ranks)
-    drafter.expected = () if accuracy is None else accuracy[:, 0].tolist()
-    drafter.findings = report.findings
-    if size != CHAIN:
-        plan, reason = choose_plan(drafter, size, accuracy)
-        drafter.take_plan(plan)
-        drafter.findings += (reason,) if reason else ()
-    return drafter
-
-
-def choose_plan(drafter: HeadsDrafter, size: str | int, accuracy: np.ndarray | None) -> tuple[TreePlan | None, str]:
-    """Return the plan of `size` nodes, or the fastest (AUTO), and a finding for users, or "".
-
-    `accuracy (heads, ranks)` is marginal. A plan of None is a chain. May change the drafter's plan.
-    """
     target = drafter.target
-    if accuracy is None:
-        return None, "a chain is drafted: choosing a tree needs the accuracies of training.json"
-    if isinstance(size, int):
-        return grow(accuracy[: drafter.n_heads], size), ""
-    if not target.caps.trees:
+    accuracy = np.array(report.training.get("accuracy", ()))  # (heads, ranks), marginal
+    drafter.expected = [float(ranks[0]) for ranks in accuracy]
+    finding = ""
+    if size == CHAIN:
+        pass
+    elif not len(accuracy):
+        finding = "a chain is drafted: choosing a tree needs the accuracies of training.json"
+    elif isinstance(size, int):
+        drafter.take_plan(grow(accuracy[: drafter.n_heads], size))
+    elif not target.caps.trees:
         reason = target.caps.trees_reason or target.caps.engine
-        return None, f"a chain is drafted: {target.name} cannot verify trees ({reason})"
-    best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
-    if not len(best.plan):
-        return best.plan, "nothing is drafted: plain decoding is faster than any tree, by measured costs"
-    rates = f"{best.tokens:.2f} tokens per round and {best.tokens_per_s:.1f} per second"
-    return best.plan, f"a tree of {len(best.plan)} nodes is drafted, expected to yield {rates}"
+        finding = f"a chain is drafted: {target.name} cannot verify trees ({reason})"
+    else:
+        best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
+        drafter.take_plan(best.plan)
+        finding = "nothing is drafted: plain decoding is faster than any tree, by measured costs"
+        if len(best.plan):
+            rates = f"{best.tokens:.2f} tokens per round and {best.tokens_per_s:.1f} per second"
+            finding = f"a tree of {len(best.plan)} nodes is drafted, expected to yield {rates}"
+    drafter.findings = (*report.findings, *filter(None, [finding]))
+    return drafter
 
 
 def timed_trees(drafter: HeadsDrafter, accuracy: np.ndarray, curve: CostCurve) -> list[TimedTree]:

@@ -1,5 +1,6 @@
 """Training examples of heads (a hidden state, and tokens to predict from it), and their loss."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,9 +52,7 @@ class Examples(Batches):
         self._labeled = labeled[usable]
         self._places = places[:, : labeled.shape[1]][usable]
         self._draft_id = heads.draft_ids()
-
-    def __len__(self) -> int:
-        return len(self._places)
+        self.n_items = len(self._places)
 
     def batch(self, chosen: Tensor) -> ExampleBatch:
         positions = self._places[chosen]
@@ -105,9 +104,4 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
 def heads_lesson(heads: Heads, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of heads on the text in a folder."""
     examples, held_out = (Examples(text, split, heads) for split in SPLITS)
-
-    @torch.no_grad()
-    def judge() -> Figures:
-        return objective(heads, recipe, held_out.spread(HELD_OUT))[1]
-
-    return Lesson(examples, objective, judge)
+    return Lesson(examples, objective, partial(objective, heads, recipe, held_out.spread(HELD_OUT)))

@@ -95,7 +95,7 @@ def train_briefly(sound: Sound, recipe: type[Recipe] = Recipe, norms: int = 1) -
     """Return new heads trained for STEPS steps, with the final norm applied `norms` times."""
     fresh = vary_heads(sound, norms=norms)
     # Each batch has all examples, so the loss falls without noise, as over thousands of steps.
-    n = len(Examples(sound.text, "train", fresh))
+    n = Examples(sound.text, "train", fresh).n_items
     brief = recipe(STEPS, batch_size=n, peak_lr=PEAK_LR, warmup=1, seed=sound.seed)
     with TemporaryDirectory(prefix="specnb-heads-") as folder:
         log = train(fresh, brief, sound.text, Path(folder), save_every=EVERY)
@@ -140,16 +140,21 @@ def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress:
         once = evidence.score_all(normed=lambda states: states.post_norm)
         expected = FAULTS[fault][0] or NONE
         named = "; ".join(d.name for d in checked.diagnoses) or NONE
-        row = {"planted": fault, "alpha_1": first.alpha, "accepted": first.accepted, "tested": first.tested}
-        row |= {
+        row = {
+            "planted": fault,
+            "alpha_1": first.alpha,
+            "accepted": first.accepted,
+            "tested": first.tested,
             "tau": pool_rounds(evidence.chains)["tau"],
             "right": marginal(count_ranks(evidence.scores))[0, 0],
             "right_normed_once": marginal(count_ranks(once))[0, 0],
             "copies": evidence.copies().mean(),
             "failed": ", ".join(checked.failed),
             "diagnoses": "; ".join(f"{d.name}: {d.evidence}" for d in checked.diagnoses),
+            "expected": expected,
+            "named": named,
+            "agree": named == expected,
         }
-        row |= {"expected": expected, "named": named, "agree": named == expected}
         rows.append(row)
     return pd.DataFrame(rows)
 

@@ -18,7 +18,6 @@ starts of rounds, and D the hidden size.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -32,10 +31,9 @@ from specnb.lm.hf.decoder import FAMILIES, Decoder, with_layers
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.hf.int4 import dense_copy
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.medusa.checkpoint import load_trained_heads, open_heads
 from specnb.medusa.data import tapped_layers
-from specnb.medusa.drafter import CHAIN, HeadsDrafter, Logits, check_heads, fitting_checkpoint, plan_drafts
-from specnb.medusa.nets import Backbone, DrafterConfig, DrafterNet, backbone_of, frozen_copy
+from specnb.medusa.drafter import HeadsDrafter, Logits, check_heads, heads_drafter
+from specnb.medusa.nets import Backbone, DrafterConfig, DrafterNet, frozen_copy
 
 KINDS = ("jump", "eagle")
 
@@ -68,10 +66,8 @@ class JumpNet(DrafterNet):
         self.from_own = nn.Linear(D, D, bias=False)  # O
         self.from_token = nn.Linear(D, D, bias=False)  # E
         origin = target.get_decoder().layers[config.copied or 0]
-        if config.copied is None:
-            self.block = type(origin)(target.config, layer_idx=0)
-        else:
-            self.block = dense_copy(origin)
+        untrained = config.copied is None
+        self.block = type(origin)(target.config, layer_idx=0) if untrained else dense_copy(origin)
         self.norm = frozen_copy(norm)
         self.requires_grad_(True).to(target.dtype)
         # Not registered, so these are not saved, trained or counted.
@@ -186,33 +182,27 @@ class JumpDrafter(HeadsDrafter):
         return step
 
 
-open_jump = partial(open_heads, schema=JumpConfig)
-"""Read the weights of a `JumpNet`. Raises InputError."""
-check_jump = partial(check_heads, read=open_jump)
+check_jump = partial(check_heads, schema=JumpConfig)
 """Check the options of `jump_drafter` before a model is opened. Raises InputError."""
 
 
 def jump_drafter(
     target: Any,
     *,
-    heads_checkpoint: str | Path | None = None,
-    tree: str | int = CHAIN,
     kinds: Sequence[str] = KINDS,
-) -> JumpDrafter:
-    """Return a drafter with a trained `JumpNet` for a torch target.
+    **options: Any,
+) -> HeadsDrafter:
+    """Return a drafter with a trained `JumpNet` for a torch target; `options` as `heads_drafter`.
 
-    `heads_checkpoint` is a path or a shipped name; by default, the shipped drafter trained on this
-    target is used. For `tree`, see `plan_drafts`. Raises InputError for another engine and if there
-    is no drafter, HeadsMismatch for weights of another model.
+    Raises InputError for another engine and if there is no drafter, HeadsMismatch for weights of
+    another model.
     """
     read_layers("jump", target)  # rejects other engines and families
 
     def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
         return JumpNet(config, target.network, token_map)
 
-    checkpoint = heads_checkpoint or fitting_checkpoint(target, kinds)
-    net, report = load_trained_heads(checkpoint, backbone_of(target), build, JumpConfig)
-    return plan_drafts(JumpDrafter(target, net), tree, report)
+    return heads_drafter(target, kinds=kinds, drafter_of=JumpDrafter, build=build, schema=JumpConfig, **options)
 
 
 eagle_drafter = partial(jump_drafter, kinds=("eagle",))

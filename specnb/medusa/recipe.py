@@ -98,13 +98,11 @@ def hits_by_rank(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Batches:
-    """Batches by step, a function of (seed, step). Subclasses define length and `batch`."""
+    """Batches by step, a function of (seed, step). Subclasses set `n_items` and define `batch`."""
 
+    n_items: int
     positions = 1
     """Positions of the text per item."""
-
-    def __len__(self) -> int:
-        raise NotImplementedError
 
     def batch(self, chosen: Tensor) -> Any:
         """Return the batch of the items with the indices `chosen`."""
@@ -116,14 +114,14 @@ class Batches:
         Raises InputError if there are too few items.
         """
         n = recipe.batch_size // self.positions
-        if n > len(self):
-            raise InputError(f"got {len(self)} examples, expected at least {n} for a batch: write more text")
-        drawn = np.random.default_rng([recipe.seed, step]).choice(len(self), n, replace=False)
+        if n > self.n_items:
+            raise InputError(f"got {self.n_items} examples, expected at least {n} for a batch: write more text")
+        drawn = np.random.default_rng([recipe.seed, step]).choice(self.n_items, n, replace=False)
         return self.batch(torch.from_numpy(drawn))
 
     def spread(self, n: int) -> Any:
         """Return a batch of `n` to 2n evenly spaced items, or all if fewer."""
-        return self.batch(torch.arange(0, len(self), max(1, len(self) // n)))
+        return self.batch(torch.arange(0, self.n_items, max(1, self.n_items // n)))
 
 
 @contextmanager
@@ -145,12 +143,17 @@ def in_float32(net: Any) -> Iterator[None]:
 
 
 class Lesson(NamedTuple):
-    """A training task: batches of a text, their loss, and metrics on held-out text (`judge`).
+    """A training task: batches of a text, their loss, and that of held-out text.
 
     `prepare` sets initial weights; it is not called when training resumes.
     """
 
     batches: Batches
     loss: Callable[[Any, Recipe, Any], tuple[Tensor, Figures]]
-    judge: Callable[[], Figures]
+    held_out: Callable[[], tuple[Tensor, Figures]]
     prepare: Callable[[], None] = lambda: None
+
+    @torch.no_grad()
+    def judge(self) -> Figures:
+        """Return the metrics on held-out text."""
+        return self.held_out()[1]

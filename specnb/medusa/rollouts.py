@@ -1,5 +1,6 @@
 """Train a `JumpNet`: batches of text, roll-outs along them, the loss, and the initial maps."""
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,16 +41,13 @@ class RowBatches(Batches):
 
     def __init__(self, folder: Path, split: str, net: JumpNet, n_steps: int) -> None:
         self.rows = data.read(folder, split)
-        self.positions = self.rows.tokens.shape[1]
+        self.n_items, self.positions = self.rows.tokens.shape
         self._n_steps = n_steps
         n_layers = len(net.target.get_decoder().layers)
         places = [*tapped_layers(n_layers), n_layers - 1]
         wanted = [*map(places.index, net.config.layers), len(places) - 1]
         layers, self._places = np.unique(wanted, return_inverse=True)
         self._states = data.read_states(folder, split, layers)
-
-    def __len__(self) -> int:
-        return len(self.rows.tokens)
 
     def batch(self, chosen: Tensor) -> JumpBatch:
         """Return the rows `chosen`. The first index sets the offset of the rounds."""
@@ -119,30 +117,31 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
     The probabilities are normalized over the draft vocabulary; with `whole`, over all tokens. The
     draft id is then OUTSIDE if the best token is not in the draft vocabulary.
     """
-    normed = net.target_norm(final)  # (B, T, D)
-    if not whole:
-        log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
-        return log_p, log_p.argmax(-1)
-    lm_head = net.target.get_output_embeddings().weight.to(normed.dtype)
-    ids = net.draft_ids()
+    lm_head = net.shared_lm_head
+    drafted = ids = torch.arange(len(lm_head))
+    if whole:
+        lm_head = net.target.get_output_embeddings().weight.to(lm_head.dtype)
+        drafted, ids = net.token_map, net.draft_ids()
     rows = []
     best = []
-    for states in normed:  # one row at a time, to fit in memory
+    for states in net.target_norm(final):  # one row at a time, to fit in memory
         log_p = F.linear(states, lm_head).float().log_softmax(-1)
-        rows.append(log_p[:, net.token_map])
+        rows.append(log_p[:, drafted])
         best.append(ids[log_p.argmax(-1)])
     return torch.stack(rows), torch.stack(best)
 
 
 @torch.no_grad()
 def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
-    """Fit the maps before a copied layer by least squares, on rows `tokens (B, T)`.
+    """Fit the maps before a copied layer, if there is one, by least squares, on rows `tokens (B, T)`.
 
     They map the states at t and the embedding of token t + 1 to the layer's input at t + 1.
     Positions are weighted so that this input has unit size. The map of the block's own output is
     fitted on the output of the target's layer.
     """
-    copied = net.config.copied or 0
+    copied = net.config.copied
+    if copied is None:
+        return
     # 1. Accumulate x^T x and x^T y, for x = [states, own, token] and y the layer's input at t + 1.
     xx = torch.zeros(1)
     xy = torch.zeros(1)
@@ -172,13 +171,6 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
 def jump_lesson(net: JumpNet, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of `net` on the text in a folder; `prepare` fits the maps."""
     rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
-
-    def prepare() -> None:
-        if net.config.copied is not None:
-            fit_maps(net, torch.from_numpy(rows.rows.tokens[:FIRST_ROWS]))
-
-    @torch.no_grad()
-    def judge() -> Figures:
-        return roll_out_loss(net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)[1]
-
-    return Lesson(rows, roll_out_loss, judge, prepare)
+    judged = partial(roll_out_loss, net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)
+    first_rows = torch.from_numpy(rows.rows.tokens[:FIRST_ROWS])
+    return Lesson(rows, roll_out_loss, judged, partial(fit_maps, net, first_rows))

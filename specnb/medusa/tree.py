@@ -33,11 +33,6 @@ class TreePlan(Tree):
 
     ranks: tuple[int, ...]
 
-    @classmethod
-    def chain(cls, length: int) -> "TreePlan":
-        """Return the plan with the best token of each of the first `length` heads."""
-        return cls(Tree.chain(length).parents, (0,) * length)
-
     @property
     def depth(self) -> int:
         """Number of heads that the plan needs: the length of its longest path."""
@@ -112,8 +107,9 @@ def tree_curve(target: TreeModel) -> CostCurve:
     def rewind(n: int) -> None:
         target.rewind(n) if n == 1 else target.keep_path([])
 
-    facts = {"name": target.name, "vocab": target.vocab, "caps": target.caps}
-    rooted: Any = SimpleNamespace(**facts, reset=target.reset, forward=forward, rewind=rewind)
+    rooted: Any = SimpleNamespace(
+        name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
+    )
     room = target.caps.n_ctx // 2
     widths = [n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)]
     return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)

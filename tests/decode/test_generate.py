@@ -94,12 +94,6 @@ def test_none_is_the_default_of_all_settings_and_numbers_may_be_from_numpy():
     assert run(**numpys).model_dump(exclude=times) == run(**numbers).model_dump(exclude=times)
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, 5], ids=["class", "int"])
-def test_an_invalid_drafter_is_rejected_with_its_type(drafter):
-    with pytest.raises(InputError, match=f"{type(drafter).__name__}.*DrafterBase"):
-        generate(toy.cyclic(5), [0], drafter=drafter)
-
-
 @pytest.mark.parametrize(("settings", "ids", "text", "reason"), [
     ({}, (2, 3, 4), "cd", "eog"),  # EOG is in the ids, but not in the text
     ({"max_new_tokens": 6, "ignore_eog": True}, (2, 3, 4, 0, 1, 2), "cdabc", "length"),

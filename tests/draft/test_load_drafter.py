@@ -47,6 +47,8 @@ def test_drafters_that_do_not_fit_the_target_are_rejected():
             generate(target, [0], drafter=drafter)
     with pytest.raises(VocabularyMismatch, match="token id 5"):
         generate(target, [0], drafter=ModelDrafter(toy.cyclic(6)))
+    with pytest.raises(InputError, match=r"type.*DrafterBase"):
+        generate(target, [0], drafter=ModelDrafter)
 
 
 def test_a_draft_model_that_fails_to_load_is_a_fallback_with_the_reason(monkeypatch):

@@ -1,15 +1,18 @@
 """A backbone with periodic greedy text (circles of tokens), so that the right drafts are known."""
 
-import math
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from specnb.lm.hf.model import HfModel
 from specnb.medusa import data, nets
 from specnb.medusa.nets import Backbone, Heads, HeadsConfig
+from specnb.medusa.recipe import Recipe
+from specnb.medusa.train import train
 from specnb.records import Generation, Round
 from tests.tiny_models import VOCAB, torch_model
 
@@ -43,40 +46,18 @@ def prompts(n: int = CIRCLES) -> list[list[int]]:
     return [[FIRST + PERIOD * i + j % PERIOD for j in range(i, i + 4)] for i in range(n)]
 
 
-def after(tokens: torch.Tensor, n: int) -> torch.Tensor:
-    """Return the token `n` places after each."""
-    for _ in range(n):
-        tokens = NEXT[tokens]
-    return tokens
-
-
 def trained(
-    target: HfModel, token_map: torch.Tensor | None = None, *, norms=1, steps=400, lr=0.02, **changed: object
+    target: HfModel, token_map: torch.Tensor | None = None, *, norms: int = 1, **changed: object
 ) -> tuple[Heads, list[dict]]:
-    """Return heads trained on states normed `norms` times, and the log of their training.
-
-    The log has a line every ten steps.
-    """
-    heads, net = new_heads(target, token_map, **changed), target.network
-    with torch.no_grad():
-        state = net.model.embed_tokens.weight[FIRST:].clone()
-        for _ in range(norms):
-            state = net.model.norm(state)
-    tokens, ids = torch.arange(FIRST, VOCAB), heads.draft_ids()
-    since = torch.stack([after(tokens, 1 + i) for i in range(heads.config.n_heads)], dim=1)
-    optimizer = torch.optim.Adam(heads.parameters(), lr=lr)
-    log = []
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = rate = lr * (0.55 + 0.45 * math.cos(math.pi * step / steps))
-        losses = [
-            F.cross_entropy(heads.logits(i, heads.features(i, state, since)), ids[after(tokens, 2 + i)])
-            for i in range(heads.config.n_heads)
-        ]
-        optimizer.zero_grad()
-        sum(losses).backward()
-        optimizer.step()
-        if step % 10 == 9:
-            log.append({"step": step + 1, "lr": rate, "loss": [one.item() for one in losses]})
+    """Return heads trained on states normed `norms` times, and the log of their training."""
+    heads = new_heads(target, token_map, **changed)
+    norm = heads.norm
+    vars(heads)["norm"] = nn.Sequential(*[norm] * norms)
+    recipe = Recipe(300, batch_size=64, peak_lr=2e-2, warmup=1, eta_min=2e-3, head_weight=1.0)
+    with TemporaryDirectory() as folder:
+        write_text(target, Path(folder), length=16)
+        log = train(heads, recipe, Path(folder), Path(folder))
+    vars(heads)["norm"] = norm
     return heads.eval().requires_grad_(False), log
 
 
@@ -117,8 +98,10 @@ def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generati
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     """Write a training text: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
-    starts = torch.arange(FIRST, FIRST + PERIOD * CIRCLES)
-    rows = torch.stack([after(starts, n) for n in range(length)], dim=1).numpy().astype(np.int32)
+    columns = [torch.arange(FIRST, FIRST + PERIOD * CIRCLES)]
+    for _ in range(1, length):
+        columns.append(NEXT[columns[-1]])
+    rows = torch.stack(columns, dim=1).numpy().astype(np.int32)
     for split in data.SPLITS:
         states = data.forward_tapped(target.network, rows)[1]
         data.save_rows(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)

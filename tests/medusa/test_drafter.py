@@ -11,17 +11,15 @@ from specnb.decode.sampling import Sampling
 from specnb.draft.load import check_drafter, load_drafter
 from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
+from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
-from specnb.measure import machines
 from specnb.measure.cost import CostCurve
 from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk_recording
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, timed_trees
 from specnb.medusa.tree import SIZES, TreePlan, fastest_tree, grow, tree_curve
-from specnb.prompts import Prompt
 from tests.laws.test_controllers import CONTROLLERS
-from tests.medusa import periodic
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, torch_model
 
@@ -32,12 +30,12 @@ ODD = torch.arange(1, 40, 2)
 
 def row_from_scratch(target, heads, tokens, path):
     """Return the row over the vocabulary of the head after drafts `path`; `tokens[-1]` is the newest token."""
-    seen = {}
-    hook = target.network.model.norm.register_forward_hook(lambda _m, x, y: seen.update(pre_norm=x[0], post_norm=y))
     with torch.inference_mode():
-        target.network(torch.tensor([list(tokens[:-1])]))
-        hook.remove()
-        hidden = seen[heads.config.input][0, -1]
+        with pre_norm_states(target.network) as passes:
+            target.network(torch.tensor([list(tokens[:-1])]))
+        hidden = passes[0][0, -1]
+        if heads.config.input == "post_norm":
+            hidden = target.network.model.norm(hidden)
         row = heads.draft_logits(len(path), hidden[None], torch.tensor([[tokens[-1], *path]]))[0]
     if heads.token_map is not None:
         row = torch.full((VOCAB,), -torch.inf).index_copy(0, heads.token_map, row)
@@ -181,25 +179,10 @@ def test_the_chosen_tree_has_the_most_tokens_per_second(tiny, monkeypatch, per_n
     assert bool(len(best.plan)) == (per_node_s < 1)
 
 
-@pytest.mark.parametrize(("plan", "k", "depth"), [(None, 3, 3), (BUSH, 6, 3), (TreePlan((), ()), 0, 0)])
-def test_the_draft_step_time_is_measured_on_the_whole_chain_or_tree(tiny, monkeypatch, plan, k, depth):
-    drafting = HeadsDrafter(tiny, random_heads(tiny, n_heads=3), plan)
-    drafted = []
-    monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: drafted.append(k) or 6.0)
-    assert drafting.step_s() == (6.0 / depth if depth else 0.0) and drafted == [k] * bool(depth)
-
-
-def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
-    ids = periodic.prompts(2)
-    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
-    chosen = [Prompt(id=f"p{i}", category="code", text=str(i)) for i in range(2)]
-    folder = checkpoint.save_heads(fitted["hydra"], tmp_path / "heads", dtype="float32")
-    options = {"ks": [1, 2], "max_new_tokens": 14, "heads_checkpoint": str(folder)}
-    monkeypatch.setattr(machines, "load", lambda _name: circles)
-    monkeypatch.setattr(circles, "close", lambda: None)
-    (result,) = machines.bench_target("circles", ["medusa"], chosen, **options).pairs
-    assert result.drafter == "hydra" and (result.table["identical"] == 2).all()
-    assert result.table["acceptance_rate"][1] > 0.9
+def test_the_draft_step_time_is_per_position_of_a_chain_or_level_of_a_tree(tiny, monkeypatch):
+    monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: 6.0 * k)
+    steps_s = [HeadsDrafter(tiny, random_heads(tiny), plan).step_s() for plan in (None, BUSH, TreePlan((), ()))]
+    assert steps_s == [6.0, 12.0, 0.0], "of 3 positions, of 6 nodes in 3 levels, of nothing"
 
 
 # --- replay ---
@@ -207,11 +190,11 @@ def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("token_map", [None, ODD])
-@pytest.mark.parametrize("n", [1, 3, 90])
+@pytest.mark.parametrize("n", [1, 40])
 def test_greedy_replay_equals_live_decoding_exactly(tiny, kind, token_map, n):
     drafting = HeadsDrafter(tiny, random_heads(tiny, token_map, kind=kind, spread=0.02))
     ((_, (recording,)),) = record(tiny, [drafting], [PROMPT], max_new_tokens=n)
-    for k in (1, 2, 3, 6):
+    for k in (1, 3, 6):
         live = generate(tiny, PROMPT, drafter=drafting, k=k, max_new_tokens=n)
         replayed = fixed_k(recording, k)
         assert replayed.by_width == Counter(r.width for r in live.rounds)

@@ -6,11 +6,12 @@ import torch
 
 from specnb.decode.generate import generate
 from specnb.decode.sampling import Chooser, Sampling
+from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
 from specnb.lm.tree import Tree
 from specnb.medusa import recipe
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
-from specnb.medusa.nets import HeadsConfig, backbone_of, new_heads, seeded
+from specnb.medusa.nets import seeded
 from specnb.medusa.recipe import Recipe
 from specnb.medusa.rollouts import SINK, RowBatches, fit_maps, roll_out_loss
 from specnb.medusa.train import lesson_of, train
@@ -42,11 +43,9 @@ def new_net(target, config, token_map=MAP):
 @torch.no_grad()
 def states_of(target, net, tokens):
     """Return the outputs of the layers, computed by transformers: `(1, T, layers, D)`."""
-    out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
-    caught = []
-    with target.network.model.norm.register_forward_pre_hook(lambda _norm, inputs: caught.append(inputs[0])):
-        target.network.model(input_ids=tokens[None])
-    outputs = [*out.hidden_states[1:-1], caught[0]]
+    with pre_norm_states(target.network) as final:
+        out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
+    outputs = [*out.hidden_states[1:-1], final[0]]
     return torch.stack([outputs[layer] for layer in net.config.layers], 2)
 
 
@@ -107,16 +106,12 @@ def test_states_are_those_of_the_accepted_nodes_of_a_tree(target):
 
 
 @pytest.mark.parametrize("plan", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_greedy_text_is_that_of_plain_decoding(target, config, temperature, plan):
-    drafter = JumpDrafter(target, new_net(target, config))
+def test_greedy_text_is_that_of_plain_decoding(target, plan):
+    drafter = JumpDrafter(target, new_net(target, CONFIGS["jump"]))
     drafter.take_plan(plan)
-    options = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
-    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, **options)
-    assert sum(r.k for r in drafted.rounds) > 10
-    if not temperature:
-        assert drafted.token_ids == generate(target, [5, 9, 7, 4], **options).token_ids
+    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, max_new_tokens=20)
+    assert drafted.total_draft_tokens > 10
+    assert drafted.token_ids == generate(target, [5, 9, 7, 4], max_new_tokens=20).token_ids
     drafter.close()
 
 
@@ -128,9 +123,7 @@ def of_circles(circles, kind):
     return new_net(circles, config, torch.arange(VOCAB))
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("jump", torch.float32), ("eagle", torch.float32), ("jump", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [("eagle", torch.float32), ("jump", torch.bfloat16)])
 def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, kind, dtype):
     circles = periodic.backbone_model(dtype=dtype)
     periodic.write_text(circles, tmp_path / "text", length=32)
@@ -145,15 +138,12 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
     drafter.close()
 
 
-@pytest.mark.parametrize("trained", ["jump", "heads"])
-@pytest.mark.parametrize("product", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("trained", "product"), [("jump", "float32"), ("jump", "bfloat16"), ("heads", "bfloat16")])
 def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
     monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
     circles = periodic.backbone_model(dtype=torch.bfloat16)
     periodic.write_text(circles, tmp_path, length=32)
-    backbone = backbone_of(circles)
-    config = HeadsConfig(n_heads=2, hidden_size=backbone.hidden_size, vocab_size=backbone.vocab_size)
-    net = of_circles(circles, "jump") if trained == "jump" else new_heads(config, backbone, None, 0)
+    net = of_circles(circles, "jump") if trained == "jump" else periodic.new_heads(circles)
     step = Recipe(1, batch_size=64, roll_out=STEPS)
     lesson = lesson_of(net, step, tmp_path)
     in_bfloat16 = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specnb.errors import InputError
-from specnb.lm.hf.hidden import final_norm
+from specnb.lm.hf.hidden import final_norm, pre_norm_states
 from specnb.medusa.nets import Backbone
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
@@ -36,11 +36,10 @@ def llama():
 @torch.no_grad()
 def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the last states before and after the final norm, and the logits."""
-    seen = []
-    with final_norm(net).register_forward_hook(lambda module, given, out: seen.append((given[0], out))):
+    with pre_norm_states(net) as passes:
         logits = net(input_ids=ids).logits
-    ((before, after),) = seen
-    return before[:, -1], after[:, -1], logits[:, -1]
+    before = passes[0][:, -1]
+    return before, final_norm(net)(before), logits[:, -1]
 
 
 @torch.no_grad()

@@ -43,12 +43,12 @@ def examples(circles, tmp_path):
 
 def test_head_i_reads_the_next_tokens_and_predicts_the_one_after_them(examples):
     every = examples(True)
-    batch = every.spread(len(every))
+    batch = every.spread(every.n_items)
     at = batch.hidden[:, 0].long()
     for i in range(N_HEADS):
         assert (batch.ids[:, i] == at + 1 + i).all() and (batch.labels[:, i] == at + 2 + i).all()
         assert (batch.later[:, i, 0].long() == at + 1 + i).all()
-    assert len(every) == 2 * (12 - 1 - N_HEADS)
+    assert every.n_items == 2 * (12 - 1 - N_HEADS)
     few = examples(True, token_map=torch.tensor([2, 4, 6, 8]))
     assert set(few.spread(99).labels.unique().tolist()) == {OUTSIDE, 0, 1, 2, 3}
     batches = {tuple(every.at_step(s, Recipe(1, batch_size=4)).hidden.flatten().tolist()) for s in range(9)}
@@ -89,11 +89,10 @@ def test_a_larger_rate_on_embeddings_equals_larger_embeddings(circles, walk, tex
     assert not torch.equal(logits[0], logits[2])
 
 
-@pytest.mark.parametrize(("kind", "norm"), [("medusa", "post_norm"), ("hydra", "pre_norm")])
-def test_heads_learn_a_periodic_text(circles, walk, text, tmp_path, kind, norm):
-    heads = periodic.new_heads(circles, kind=kind, input=norm)
+def test_heads_learn_a_periodic_text(circles, walk, text, tmp_path):
+    heads = periodic.new_heads(circles, kind="hydra")
     _, before = objective(heads, RECIPE, walk.spread(HELD_OUT))
-    log = train(heads, text, tmp_path, replace(RECIPE, steps=200, peak_lr=2e-2), save_every=200)
+    log = train(heads, text, tmp_path, replace(RECIPE, steps=100, peak_lr=3e-2), save_every=100)
     assert max(before["top1"]) < 0.2 and min(log[-1]["top1"]) > 0.8
 
 
