@@ -65,23 +65,19 @@ class Sweep(Experiment):
         if engine.get("backend") != "hf":
             engine.pop("dtype", None)  # llama.cpp has no such option
         self.open_target(self.params.target, **{name: value for name, value in engine.items() if value})
-        for name in required:
-            self._open(name)
-        require_followed(self.routers)  # raises if there is one: routers cannot be followed
-        for name in optional:
+        for name in (*required, *optional):
             try:
-                self._open(name)
+                drafter = self.open_drafter(name)
+                if drafter.chooses_k and name in optional:
+                    self.routers.append(drafter)
+                else:
+                    require_followed([*self.drafters, drafter])
+                    self.drafters.append(drafter)
+                self.measured["names"][drafter.name] = name
             except SpecnbError as error:
+                if name in required:
+                    raise
                 self.measured["left_out"][name] = str(error)
-
-    def _open(self, name: str) -> None:
-        drafter = self.open_drafter(name)
-        if drafter.chooses_k:
-            self.routers.append(drafter)
-        else:
-            require_followed([*self.drafters, drafter])
-            self.drafters.append(drafter)
-        self.measured["names"][drafter.name] = name
 
     def time_forwards(self, k_max: int) -> None:
         """2. Time forward passes: T(n) of the target, c of each drafter, and the baseline."""

@@ -16,11 +16,11 @@ from specnb.errors import NonFiniteLogits
 from specnb.lm import toy
 from specnb.measure import bench, cost, pair
 from specnb.measure.baseline import Baseline
-from specnb.measure.follow import record
 from specnb.measure.fork import explain_draft, explain_fork
 from specnb.measure.policies import CONTROLLERS
 from specnb.measure.replay import walk_recording
 from specnb.prompts import Prompt
+from tests.measure.recorded import record
 from tests.measure.test_cost import timed_model
 
 
