@@ -4,6 +4,7 @@ A check runs the component itself: for example, it decodes with a model. An exce
 becomes its result, and the other checks still run.
 """
 
+import os
 import re
 import signal
 import subprocess
@@ -22,7 +23,6 @@ from specnb.machine import (
     available_cores,
     cpu_facts,
 )
-from specnb.provenance import provenance
 
 PROBE_MODEL = "smollm2-135m"
 
@@ -122,22 +122,21 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
 
 def check_threads() -> Prerequisite:
     """Compare the thread settings with the cores; nested parallel regions multiply threads."""
-    record = provenance()
-    cores = record["cpu"]["available_cores"]
+    import torch
+
+    cores = available_cores()
     best = {
         "OMP_NUM_THREADS": cores,
         "MKL_NUM_THREADS": cores,
         "OPENBLAS_NUM_THREADS": 1,
         "OMP_MAX_ACTIVE_LEVELS": 1,
     }
-    stated = {name: text for name in best if (text := record["threads"].get(name))}
+    stated = {name: text for name in best if (text := os.environ.get(name))}
     fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
-    settings = list(map("=".join, stated.items()))
-    if torch := record["torch"]:
-        settings.append(f"torch uses {torch['threads']}")
-        if torch["threads"] > cores:
-            fixes["OMP_NUM_THREADS"] = cores
-    detail = f"{', '.join(settings) or 'none set'}; {cores} cores are available"
+    if (threads := torch.get_num_threads()) > cores:
+        fixes["OMP_NUM_THREADS"] = cores
+    settings = ", ".join([*map("=".join, stated.items()), f"torch uses {threads}"])
+    detail = f"{settings}; {cores} cores are available"
     fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
     return judge("threads", not fixes, detail, fix)
 

@@ -47,10 +47,6 @@ class Counts(NamedTuple):
     tested: tuple[float, ...]
     kept: tuple[float, ...]
 
-    @property
-    def tau(self) -> float:
-        return self.n_tokens / self.rounds
-
     def seconds(self, cost: Cost) -> float:
         """Return the predicted decoding time, without prefill."""
         verify = sum(calls * cost.curve.seconds(width) for width, calls in self.by_width.items())
@@ -171,7 +167,7 @@ def sweep_row(recording: Recording, k: int, counts: Counts, cost: Cost) -> dict[
         "k": k,
         "n_decoded": n_decoded,
         "rounds": counts.rounds,
-        "tau": counts.tau if counts.rounds else None,
+        "tau": recording.n_tokens / counts.rounds if counts.rounds else None,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "seconds": counts.seconds(cost),
