@@ -4,11 +4,11 @@ A check runs the component itself: for example, it decodes with a model. An exce
 becomes its result, and the other checks still run.
 """
 
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from time import sleep
 from typing import NamedTuple
@@ -23,7 +23,6 @@ from specnb.machine import (
     available_cores,
     cpu_facts,
 )
-from specnb.provenance import provenance
 
 PROBE_MODEL = "smollm2-135m"
 
@@ -31,13 +30,6 @@ REINSTALL = "pip install -r requirements.txt"
 REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^llama-cpp-python requirements.txt)"
 FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
 CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
-DEATHS = {
-    signal.SIGSEGV: CRASHED,
-    signal.SIGILL: CRASHED,
-    signal.SIGBUS: CRASHED,
-    signal.SIGKILL: FREE_MEMORY,
-}
-"""Fixes for a probe that was killed by a signal."""
 PROBE = """
 import sys, numpy, specnb
 from specnb.lm.gguf.binding import load_library
@@ -69,17 +61,15 @@ def diagnose(*, decode: bool = True) -> list[Prerequisite]:
     checks = [check_torch, check_threads, check_load, check_browser]
     if decode:
         checks.append(check_decode)
-    return [finding for check in checks for finding in guarded(check)]
-
-
-def guarded(check: Callable[[], Prerequisite | list[Prerequisite]]) -> list[Prerequisite]:
-    """Return the findings of one check, or its exception as a finding."""
-    try:
-        result = check()
-        return result if isinstance(result, list) else [result]
-    except Exception as error:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        return [Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL)]
+    findings = []
+    for check in checks:
+        try:
+            result = check()
+            findings += result if isinstance(result, list) else [result]
+        except Exception as error:
+            name = check.__name__.removeprefix("check_")
+            findings.append(Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL))
+    return findings
 
 
 def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
@@ -116,7 +106,7 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
     fix = REINSTALL
     if code < 0:
         line = f"crashed while decoding ({signal.Signals(-code).name}): {line}"
-        fix = DEATHS.get(-code, REBUILD)
+        fix = FREE_MEMORY if code == -signal.SIGKILL else CRASHED
     findings = [judge(DECODES, code == 0, line, fix, False)]
     # printed even if it crashed later
     if used := re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0]):
@@ -132,22 +122,21 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
 
 def check_threads() -> Prerequisite:
     """Compare the thread settings with the cores; nested parallel regions multiply threads."""
-    record = provenance()
-    cores = record["cpu"]["available_cores"]
+    import torch
+
+    cores = available_cores()
     best = {
         "OMP_NUM_THREADS": cores,
         "MKL_NUM_THREADS": cores,
         "OPENBLAS_NUM_THREADS": 1,
         "OMP_MAX_ACTIVE_LEVELS": 1,
     }
-    stated = {name: text for name in best if (text := record["threads"].get(name))}
+    stated = {name: text for name in best if (text := os.environ.get(name))}
     fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
-    settings = [f"{name}={text}" for name, text in stated.items()]
-    if torch := record["torch"]:
-        settings.append(f"torch uses {torch['threads']}")
-        if torch["threads"] > cores:
-            fixes["OMP_NUM_THREADS"] = cores
-    detail = f"{', '.join(settings) or 'none set'}; {cores} cores are available"
+    if (threads := torch.get_num_threads()) > cores:
+        fixes["OMP_NUM_THREADS"] = cores
+    settings = ", ".join([*map("=".join, stated.items()), f"torch uses {threads}"])
+    detail = f"{settings}; {cores} cores are available"
     fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
     return judge("threads", not fixes, detail, fix)
 
@@ -169,6 +158,5 @@ def check_browser() -> Prerequisite:
 
     path = Chromium.find_browser(skip_local=False)
     ok = path is not None and Path(path).is_file()
-    detail = path or "none in PATH, BROWSER_PATH not set"
     fix = "apt-get install chromium, or: kaleido_get_chrome"
-    return judge("browser for svg and png", ok, detail, fix)
+    return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix)

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.io import comma_list, validated
 from specnb.prompts import PACKS, categories
 from specnb.registry import DRAFTERS
@@ -76,13 +76,14 @@ class Params(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=
     @field_validator("categories", "contents", check_fields=False)
     @classmethod
     def _check_categories(cls, names: list[str], info: ValidationInfo) -> list[str]:
-        source = info.data.get("prompts")  # None if it was invalid
-        available = names if source is None else categories(source)
+        source = info.data.get("prompts")
+        if source is None:  # it was invalid
+            return names
+        available = categories(source)
         if source and names == cls.model_fields[info.field_name].default:
             return list(available)
-        if unknown := [name for name in names if name not in available]:
-            valid = ", ".join(available)
-            raise ValueError(f"no prompts of the category {unknown[0]!r}: choose from {valid}")
+        for name in names:
+            require_known("prompt category", name, available)
         return names
 
     @classmethod
@@ -132,10 +133,9 @@ class NotebookParams(Params):
     @model_validator(mode="before")
     @classmethod
     def _fill_sizes(cls, values: dict[str, Any]) -> dict[str, Any]:
-        unset = {name for name, value in values.items() if value is None and name in cls.sizes}
         budget = str(values.get("budget"))
         sizes = {name: size[budget] for name, size in cls.sizes.items() if budget in size}
-        return sizes | {name: value for name, value in values.items() if name not in unset}
+        return sizes | {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -144,8 +144,7 @@ class NotebookParams(Params):
         The environment variable `SPECNB_BUDGET` overrides the cell's budget. Raises InputError that
         lists missing fields or invalid values.
         """
-        missing = [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]
-        if missing:
+        if missing := [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]:
             raise InputError(f"the parameters cell does not define {', '.join(missing)}")
         values = {name: names[name] for name in cls.model_fields if name in names}
         if budget := os.environ.get(BUDGET):
@@ -399,9 +398,8 @@ class ExplorerParams(NotebookParams):
     def samplings(self) -> tuple[tuple[float, float], ...]:
         """(temperature, top_p) of every setting to record; top_p has no effect at temperature 0."""
         samplings = [(temperature, 1.0) for temperature in self.temperatures]
-        highest = max(self.temperatures)
-        if highest and self.top_p < 1:
-            samplings.append((highest, self.top_p))
+        if any(self.temperatures) and self.top_p < 1:
+            samplings.append((max(self.temperatures), self.top_p))
         return tuple(samplings)
 
 

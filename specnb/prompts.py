@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from specnb.errors import InputError
+from specnb.errors import InputError, require_known
 from specnb.fetch import PinnedFile, fetch_pinned
 from specnb.io import cache_dir, digest, json_lines, project_dir, read_toml, validated
 
@@ -81,11 +81,9 @@ def prompts(category: str | None = None, *, limit: int | None = None, source: st
     folder = project_dir() / "data" / "prompts"
     files = [source] if source else [folder / f"{name}.jsonl" for name in CATEGORIES]
     read = [prompt for file in files for prompt in read_jsonl(file)]
-    chosen = [prompt for prompt in read if category in (None, prompt.category)]
-    if not chosen:
-        names = ", ".join(categories(source))
-        raise InputError(f"unknown prompt category {category!r}: choose from {names}")
-    return tuple(chosen[:limit])
+    if category is not None:
+        require_known("prompt category", category, dict.fromkeys(prompt.category for prompt in read))
+    return tuple(prompt for prompt in read if category in (None, prompt.category))[:limit]
 
 
 def categories(source: str = "") -> tuple[str, ...]:

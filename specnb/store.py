@@ -7,7 +7,7 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC
 from pathlib import Path
@@ -50,8 +50,7 @@ CONTEXT = {
 }
 """Fields of a generation that are repeated in its rounds, so that queries need no join."""
 KEY = {"experiment": str, "run_id": str, "generation": int}
-LISTS = ("rounds", "prompt_ids", "token_ids")
-SCALARS = [name for name in Generation.model_fields if name not in LISTS]
+SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "prompt_ids", "token_ids")]
 
 
 def results_dir() -> Path:
@@ -197,12 +196,14 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         for name in ("params", "provenance", "measurements"):
             row[name] = json.dumps(row[name])
         runs.append(row)
-        for key, generation in _keyed(record):
-            row = key | generation.model_dump(include=set(SCALARS))
+        for index, generation in enumerate(record.generations):
+            row = {"experiment": record.experiment, "run_id": record.run_id, "generation": index}
+            row |= generation.model_dump(include=set(SCALARS))
+            shared = {name: row[name] for name in (*KEY, *CONTEXT)} | {"k_asked": generation.k}
+            rounds += (shared | r._asdict() for r in generation.rounds)
             row["n_tokens"] = len(generation.token_ids)
             row["n_prompt_tokens"] = len(generation.prompt_ids)
             generations.append(row)
-        rounds.append(_rounds_table(record))
     if damaged:
         counts = f"{len(damaged)} of {len(damaged) + len(runs)}"
         warnings.warn(f"{counts} records left out: {'; '.join(damaged)}", stacklevel=2)
@@ -214,28 +215,18 @@ def query(sql: str, results: Path | None = None) -> "pd.DataFrame":
         with duckdb.connect(config=config) as connection:
             connection.register("runs", pd.DataFrame(runs))
             connection.register("generations", pd.DataFrame(generations, columns=columns))
-            connection.register("rounds", pa.concat_tables(rounds))
+            connection.register("rounds", pa.Table.from_pylist(rounds, schema=_round_schema()))
             connection.execute(sql)
             return connection.df()
     except duckdb.Error as error:
         raise InputError(f"the query on {results} failed: {error}") from error
 
 
-def _rounds_table(record: RunRecord) -> "pa.Table":
-    """Return a table with one row per round."""
+def _round_schema() -> "pa.Schema":
+    """Return the columns of the table `rounds`."""
     import pyarrow as pa
 
     types = {str: pa.string(), int: pa.int64(), float: pa.float64()}
     types |= {tuple[kind, ...]: pa.list_(types[kind]) for kind in (int, float)}
     fields = KEY | CONTEXT | {"k_asked": int} | get_type_hints(Round)
-    rows = []
-    for key, generation in _keyed(record):
-        shared = key | generation.model_dump(include=set(CONTEXT)) | {"k_asked": generation.k}
-        rows += (shared | round_._asdict() for round_ in generation.rounds)
-    schema = pa.schema({name: types[kind] for name, kind in fields.items()})
-    return pa.Table.from_pylist(rows, schema=schema)
-
-
-def _keyed(record: RunRecord) -> Iterator[tuple[dict[str, Any], Generation]]:
-    for index, generation in enumerate(record.generations):
-        yield {"experiment": record.experiment, "run_id": record.run_id, "generation": index}, generation
+    return pa.schema({name: types[kind] for name, kind in fields.items()})

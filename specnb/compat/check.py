@@ -277,9 +277,9 @@ def _of_pieces(
 ) -> Iterator[tuple]:
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
-        how = "give {} with the tokenizer (if gated: accept the license there, then hf auth login)"
-        sources = [d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None]
-        yield "pieces", BREAKS, *values, how.format(" and ".join(sources))
+        sources = " and ".join(d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None)
+        remedy = f"give {sources} with the tokenizer (if gated: accept the license there, then hf auth login)"
+        yield "pieces", BREAKS, *values, remedy
         return
     if ids.n_different:
         token, a, b = ids.examples[0]

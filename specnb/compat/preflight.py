@@ -19,10 +19,8 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids, probe_rewind
 
 Result = tuple[str, str] | tuple[str, str, str]
-"""The outcome of a check: verdict (a key of RANK), evidence, and possibly a remedy."""
+"""The outcome of a check: verdict (fail, ok or skipped), evidence, and possibly a remedy."""
 
-RANK = {"fail": 0, "ok": 1, "skipped": 2}
-"""Sort order of the verdicts."""
 PROMPT = 8
 """Length of the prompt for the drafter's checks."""
 
@@ -30,9 +28,7 @@ ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 """Known upstream issues of the kind that each check finds."""
 
 
-def preflight(
-    draft: Drafter | LanguageModel | None = None, target: LanguageModel | None = None, *, k: int = 4
-) -> list[Finding]:
+def preflight(draft: Drafter | LanguageModel, target: LanguageModel | None = None, *, k: int = 4) -> list[Finding]:
     """Run all checks that the arguments allow, and return the results, failures first.
 
     Takes seconds. The states of the models are empty afterwards.
@@ -42,27 +38,21 @@ def preflight(
     ['ok', 'ok', 'ok', 'ok']
     """
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
-    models = {"draft": drafter.model if drafter else None, "target": target}
-    sizes = [model.vocab.size for model in models.values() if model is not None]
-    ids = tuple(probe_ids(min(sizes, default=PROMPT), PROMPT))
-    findings = [
-        _finding("purity", "a drafter", purity, drafter, ids, k),
-        _finding("recurrence", "a drafter", recurrence, drafter, ids, k),
-    ]
+    models = {"draft": drafter.model, "target": target}
+    ids = tuple(probe_ids(min(model.vocab.size for model in models.values() if model), PROMPT))
+    findings = [_finding("purity", purity, drafter, ids, k), _finding("recurrence", recurrence, drafter, ids, k)]
     for role, model in models.items():
-        findings.append(_finding(f"cache after rejection ({role})", "an opened model", cache_after_rejection, model))
-        if model is not None:
+        name = f"cache after rejection ({role})"
+        if model is None:
+            findings.append(Finding(name, "skipped", "not given: an opened model"))
+        else:
+            findings.append(_finding(name, cache_after_rejection, model))
             model.reset()
-    return sorted(findings, key=lambda finding: RANK[finding.verdict])
+    return sorted(findings, key=lambda finding: finding.verdict)
 
 
-def _finding(name: str, needed: str, check: Callable[..., Result], *subjects: Any) -> Finding:
-    """Run a check on its subjects; skip it if one is None, and name what is `needed`.
-
-    A check that raises an error fails, so that the others still run.
-    """
-    if None in subjects:
-        return Finding(name, "skipped", f"not given: {needed}")
+def _finding(name: str, check: Callable[..., Result], *subjects: Any) -> Finding:
+    """Run a check; one that raises an error fails, so that the others still run."""
     try:
         verdict, *words = check(*subjects)
     except Exception as error:  # a faulty drafter or model may raise anything

@@ -179,15 +179,10 @@ class PairBench(NamedTuple):
         return "undecided" if self.verify_curve.busy else pays(*ends)
 
     @property
-    def leave_off(self) -> bool:
-        """Whether no K was faster than the baseline, even if the verdict is undecided."""
-        return self.best()["over_fastest"] <= 1
-
-    @property
     def conclusion(self) -> str:
         """The verdict and its numbers in sentences, after the advice not to draft, if any."""
         row, busy = self.best(), self.verify_curve.busy
-        advice = "Leave drafting off. " if self.leave_off else ""
+        advice = "Leave drafting off. " if row["over_fastest"] <= 1 else ""
         reason = " (the machine was busy)" if busy else ""
         ends = f"95 % CI {row['over_fastest_low']:.2f} to {row['over_fastest_high']:.2f}"
         if row["n_prompts"] < FEWEST:
@@ -232,8 +227,11 @@ def time_pairs(
     pairs = []
     for drafter in drafters:
         prefix = f"{drafter.name}: "
-        paired = [run for run in runs if run.method == "plain" or run.method.startswith(prefix)]
-        paired = [run._replace(method=run.method.removeprefix(prefix)) for run in paired]
+        paired = [
+            run._replace(method=run.method.removeprefix(prefix))
+            for run in runs
+            if run.method == "plain" or run.method.startswith(prefix)
+        ]
         table = tabulate_speeds(paired, baseline="plain")
         cost = Cost(curve, c[drafter.name])
         needed = [None, *(cost.rate_needed(k, baseline.share) for k in ks), None]

@@ -6,7 +6,6 @@ T(n)/T(1) rises, the less speculation pays.
 
 from collections.abc import Collection, Sequence
 from functools import cached_property
-from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -128,18 +127,18 @@ class Cost(NamedTuple):
         """Return T(n)/T(1) for n = 0 to k_max + 1."""
         return tuple(self.curve.ratio(n) for n in range(k_max + 2))
 
-    def break_even(self, share: float = 1.0, k_max: int = 16) -> float:
+    def break_even(self, k_max: int = 16) -> float:
         """Return the acceptance rate, equal at all positions, above which a K pays; NaN if none.
 
-        `share` is the speed of plain decoding over that of the baseline. Leviathan et al.
-        2211.17192, equation 1.
+        Leviathan et al. 2211.17192, equation 1.
         """
-        return break_even([self.round_s(k + 1, k) / self.step_s for k in range(1, k_max + 1)], share)
+        return break_even([self.round_s(k + 1, k) / self.step_s for k in range(1, k_max + 1)])
 
     def rate_needed(self, k: int, share: float = 1.0) -> float:
         """Return the acceptance rate above which K = `k` pays; a rate above 1 means never.
 
-        A round commits 1 + k * rate tokens. `share` is as in `break_even`.
+        A round commits 1 + k * rate tokens. `share` is the speed of plain decoding over that of the
+        baseline.
         """
         return (self.round_s(k + 1, k) / self.step_s / share - 1) / k
 
@@ -154,21 +153,18 @@ def verify_curve(
     widths: Sequence[int] | None = None,
     context: int = CONTEXT,
     repeats: int = 7,
-    limit_s: float = inf,
 ) -> CostCurve:
     """Measure T(n) of `model`. Widths are interleaved in random order, so that drift affects all.
 
-    `widths` are `widths_of(model)` by default. Two warm-up passes per width are not counted. If
-    `limit_s` is set, no repeat starts after that many seconds, and the fastest pass of each width
-    is used, warm-up included. Resets the model. Raises InputError if a width or the context exceeds
-    the model's limits.
+    `widths` are `widths_of(model)` by default. Two warm-up passes per width are not counted. Resets
+    the model. Raises InputError if a width or the context exceeds the model's limits.
 
     >>> from specnb.lm import toy
     >>> curve = verify_curve(toy.markov(8), widths=(1, 5), context=4)
     >>> curve.widths, curve.seconds(5) > 0
     ((1, 5), True)
     """
-    return _measured(model, (), widths or widths_of(model), context, repeats, limit_s)[0]
+    return _measured(model, (), widths or widths_of(model), context, repeats)[0]
 
 
 def verify_costs(
@@ -179,15 +175,14 @@ def verify_costs(
     Returns the curve, and c by the drafter's name. All models are interleaved, as in
     `verify_curve`, after CONTEXT tokens, or half the smallest context of the models if that is
     less. For trained heads, c is their time per position over T(1); for other drafters without a
-    model it is 0. `quick` limits the time and uses the fastest pass of each width. Raises
-    InputError as `verify_curve`.
+    model it is 0. `quick` measurements start no repeat after QUICK_S, and use the fastest pass of
+    each width, warm-up included. Raises InputError as `verify_curve`.
     """
     models = {d.name: d.model for d in drafters if d.model}
     half = min(model.caps.n_ctx // 2 for model in (target, *models.values()))
     context = min(QUICK_CONTEXT if quick else CONTEXT, half)
     widths = {1, *(n for n in widths_of(target, quick=quick) if n <= k_max), k_max + 1}
-    limit_s = QUICK_S if quick else inf
-    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, limit_s)
+    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, quick=quick)
     steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
     return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}
 
@@ -203,13 +198,14 @@ def _measured(
     widths: Collection[int],
     context: int,
     repeats: int,
-    limit_s: float,
+    *,
+    quick: bool = False,
 ) -> tuple[CostCurve, list[float]]:
     """Return the target's curve, and the median seconds of a step of each draft model."""
     # 1. Check the limits of the models, and fill their states.
     widths = tuple(sorted(set(widths)))
-    steps = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
-    for model, n in steps:
+    passes = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
+    for model, n in passes:
         n_ctx = model.caps.n_ctx
         if context < 1 or context + n > n_ctx or n > model.caps.max_width:
             tokens = f"{context} tokens and a forward pass over {n}"
@@ -223,25 +219,24 @@ def _measured(
         model.forward(ids[:context], n_logits=0)
     # 2. Time the forward passes, in a new random order in each repeat; the first two are warm-up.
     neighbours = Neighbours()
-    samples = [[] for _ in steps]
+    samples = [[] for _ in passes]
     started_s = perf_counter()
     for repeat in range(-2, repeats):
-        if samples[0] and perf_counter() - started_s > limit_s:
+        if quick and samples[0] and perf_counter() - started_s > QUICK_S:
             break
-        for index in rng.permutation(len(steps)).tolist():
-            model, n = steps[index]
+        for index in rng.permutation(len(passes)).tolist():
+            model, n = passes[index]
             start_s = perf_counter()
             model.forward(ids[context : context + n])
             pass_s = perf_counter() - start_s
             model.rewind(n)
-            if repeat >= 0 or limit_s < inf:
+            if repeat >= 0 or quick:
                 samples[index].append(pass_s)
     # 3. Summarize.
-    of_target = samples[: len(widths)]
-    passes = [(n, s) for n, of_width in zip(widths, of_target, strict=True) for s in of_width]
-    busy = neighbours.contention(target.caps, passes).busy
-    if limit_s < inf:  # with few samples the fastest is best, because disturbances only add time
-        samples = [[min(of_step)] for of_step in samples]
+    forwards = [(n, s) for n, of_width in zip(widths, samples, strict=False) for s in of_width]
+    busy = neighbours.contention(target.caps, forwards).busy
+    if quick:  # with few samples the fastest is best, because disturbances only add time
+        samples = [[min(of_pass)] for of_pass in samples]
     for model in models:
         model.reset()
     timed = tuple(map(tuple, samples[: len(widths)]))
@@ -249,19 +244,17 @@ def _measured(
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]
 
 
-def plain_rates(
-    model: LanguageModel, *, n_prompt: int = 512, n_gen: int = 128, repeats: int = 5
-) -> list[dict[str, Any]]:
+def plain_rates(model: LanguageModel, *, n_prompt: int, n_gen: int, repeats: int) -> list[dict[str, Any]]:
     """Measure tokens per second of prefill and of single steps from an empty state (llama-bench).
 
     Returns a row for each test: number of tokens (limited by the context), and mean, standard
     deviation and samples of `repeats` runs after a warm-up. Resets the model.
     """
-    ids = np.random.default_rng(0).integers(0, model.vocab.size, model.caps.n_ctx).tolist()
-    tests = (("prefill", n_prompt, model.caps.max_width), ("generation", n_gen, 1))
+    n_ctx = model.caps.n_ctx
+    ids = np.random.default_rng(0).integers(0, model.vocab.size, n_ctx).tolist()
     rows = []
-    for test, n_tokens, width in tests:
-        n = min(n_tokens, model.caps.n_ctx)
+    for test, n, width in (("prefill", n_prompt, model.caps.max_width), ("generation", n_gen, 1)):
+        n = min(n, n_ctx)
         samples = []
         for _ in range(1 + repeats):
             model.reset()
@@ -270,13 +263,8 @@ def plain_rates(
                 model.forward(ids[start : min(start + width, n)], n_logits=1)
             samples.append(n / (perf_counter() - start_s))
         del samples[0]  # warm-up
-        row = {
-            "test": test,
-            "n_tokens": n,
-            "tokens_per_s": float(np.mean(samples)),
-            "std": float(np.std(samples, ddof=1 if repeats > 1 else 0)),
-            "samples": samples,
-        }
-        rows.append(row)
+        mean = float(np.mean(samples))
+        std = float(np.std(samples, ddof=1))
+        rows.append({"test": test, "n_tokens": n, "tokens_per_s": mean, "std": std, "samples": samples})
     model.reset()
     return rows

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specnb.decode.control import WatchingPicker, top_probability
-from specnb.decode.generate import PromptLike, generate
 from specnb.decode.sampling import Sampling, argmax
 from specnb.draft.base import Drafter, TokenView
 from specnb.draft.model import ModelDrafter
@@ -22,30 +21,13 @@ PASS_WIDTH = 64
 """Number of rows of logits that a teacher-forced pass holds in memory at once."""
 
 
-def record(
-    target: LanguageModel,
-    drafters: Sequence[Drafter],
-    prompts: Sequence[PromptLike],
-    *,
-    k_max: int = 24,
-    max_new_tokens: int = 128,
-    **sampling: float,
-) -> Iterator[tuple[Generation, list[Recording]]]:
-    """Generate plainly from each prompt, and `follow` every drafter along the text; yield both.
-
-    `sampling` are settings of `generate`: temperature, top_p, seed.
-    """
-    for prompt in prompts:
-        generation = generate(target, prompt, max_new_tokens=max_new_tokens, **sampling)
-        yield generation, follow(target, drafters, generation, k_max=k_max, max_new_tokens=max_new_tokens)
-
-
 def require_followed(drafters: Sequence[Drafter]) -> None:
     """Raise InputError for drafters that cannot be followed, and for two with the same name."""
     names = [drafter.name for drafter in drafters]
-    for name, drafter in zip(names, drafters, strict=True):
-        if names.count(name) > 1:
-            raise InputError(f"{name} is the name of {names.count(name)} drafters: pass each drafter once")
+    for drafter in drafters:
+        name = drafter.name
+        if (n := names.count(name)) > 1:
+            raise InputError(f"{name} is the name of {n} drafters: pass each drafter once")
         if drafter.chooses_k:
             raise InputError(f"{name} chooses its drafter and K: it is replayed along the recordings of its arms")
         if drafter.tree_nodes:
@@ -64,17 +46,15 @@ def follow(
 ) -> list[Recording]:
     """Return a recording of each drafter along `generation`, a plain generation by `target`.
 
+    `max_new_tokens` is the length limit of the generation.
+
     If wide forward passes of a draft model round differently from single steps, narrower passes are
     used. Live, the model processes two tokens in one pass after a fully accepted round; only there
     may it draft another token at a near-tie.
 
-    Raises InputError for drafters that cannot be followed, and for a generation with draft tokens,
-    by another target, or with another `max_new_tokens`.
+    `require_followed` must accept the drafters. Raises InputError for a drafter that picks tokens
+    from logits and is neither a draft model nor trained heads.
     """
-    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
-        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
-        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
-    require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
     if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):
@@ -119,7 +99,7 @@ class _Text:
     def read_chances(self) -> None:
         """Record p_target of each sampled token."""
         rows = _rows_along(self.target, self.generation, PASS_WIDTH)
-        chances = [float(self.sampling.probabilities(row)[self.token_ids[at]]) for at, row in rows]
+        chances = [_chance(self.sampling, row, self.token_ids[at]) for at, row in rows]
         self.blank = self.blank._replace(p_target=tuple(chances))
 
     def follow_heads(self, drafter: Drafter) -> Recording:
@@ -131,10 +111,8 @@ class _Text:
         for at, tokens in self._along(drafter):
             true_ids = self.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, true_ids) if true_ids else []
-            chances = []
-            for row, token, p_target in zip(rows, true_ids, self.blank.p_target[at:], strict=False):
-                chances.append(_kept(float(self.sampling.probabilities(row)[token]), p_target))
-            keep.append(tuple(chances))
+            along = zip(rows, true_ids, self.blank.p_target[at:], strict=False)
+            keep.append(tuple(_kept(_chance(self.sampling, row, token), p_target) for row, token, p_target in along))
             beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
@@ -202,7 +180,7 @@ class _Text:
         for at, row in _rows_along(model, self.generation, _pass_width(model.caps)):
             token = self.token_ids[at]
             best_id = argmax(row)
-            q_draft = float(scale.probabilities(row)[token])
+            q_draft = _chance(scale, row, token)
             chances.append(float(best_id == token) if greedy else _kept(q_draft, self.blank.p_target[at]))
             beliefs.append(top_probability(row))
             best_ids.append(best_id)
@@ -218,6 +196,11 @@ class _Text:
         return self.blank._replace(
             keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely), drafts=tuple(drafts)
         )
+
+
+def _chance(sampling: Sampling, row: np.ndarray, token: int) -> float:
+    """Return the probability of a token, given a row of logits."""
+    return float(sampling.probabilities(row)[token])
 
 
 def _kept(q_draft: float, p_target: float) -> float:

@@ -155,7 +155,7 @@ def run_pair(
         baseline = generate(target, prompt, **settings) if with_baseline else None
         show = None if limits.stop_strings else _shown_rounds(target, on_text)
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
-        busy = neighbours.during(target.caps, [g for g in (baseline, generation) if g]).busy
+        busy = neighbours.during(target.caps, filter(None, (baseline, generation))).busy
         generation = generation.model_copy(update={"fallback": fallback or generation.fallback})
         # 4. Compare. Measure costs that were not needed before.
         plain = baseline and baseline.tokens_per_s
@@ -173,8 +173,8 @@ def run_pair(
 
 def _take_options(drafter: str | None, controller: str | None, settings: dict[str, Any]) -> dict[str, Any]:
     """Remove `drafter`'s options from `settings` and return them. Raises InputError for others."""
-    options = {name: settings.pop(name, None) for name in OPTIONS}
-    options = share_options([drafter], {name: value for name, value in options.items() if value is not None})[drafter]
+    given = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
+    options = share_options([drafter], given)[drafter]
     if drafter in TRAINED:
         options = {"tree": "chain" if controller else "auto"} | options
     return options
@@ -226,8 +226,8 @@ def _compare(target: LanguageModel, baseline: Generation, generation: Generation
     plain = baseline.tokens_per_s
     if speed and plain:
         fastest = time_baseline(target, [generation.prompt_ids] * 2)
-        fields |= fastest.model_dump()
-        fields |= {"speedup": speed / plain, "over_fastest": speed / plain * fastest.share}
+        speedup = speed / plain
+        fields |= fastest.model_dump() | {"speedup": speedup, "over_fastest": speedup * fastest.share}
     return fields
 
 

@@ -47,10 +47,6 @@ class Counts(NamedTuple):
     tested: tuple[float, ...]
     kept: tuple[float, ...]
 
-    @property
-    def tau(self) -> float:
-        return self.n_tokens / self.rounds
-
     def seconds(self, cost: Cost) -> float:
         """Return the predicted decoding time, without prefill."""
         verify = sum(calls * cost.curve.seconds(width) for width, calls in self.by_width.items())
@@ -171,7 +167,7 @@ def sweep_row(recording: Recording, k: int, counts: Counts, cost: Cost) -> dict[
         "k": k,
         "n_decoded": n_decoded,
         "rounds": counts.rounds,
-        "tau": counts.tau if counts.rounds else None,
+        "tau": recording.n_tokens / counts.rounds if counts.rounds else None,
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "seconds": counts.seconds(cost),
@@ -256,7 +252,6 @@ def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], flo
     oracle knows which draft tokens will be accepted (greedy) or their acceptance probabilities
     (sampling). It is a bound for every controller that chooses K before a round.
     """
-    _require_k(recording, k_max)
     n = recording.n_tokens
     value = np.zeros(n + 1)
     plan = [0] * n
@@ -347,10 +342,13 @@ class _RecordedDrafter(DrafterBase):
         self.target: Any = self.at_once or recording.head_beliefs or None
         self.model: Any = None if self.target or recording.support else self
 
+    def prefill_s(self, n: int) -> float:
+        """Return the seconds of processing `n` tokens."""
+        return self.draft_s * self.read_cost * n if self.model else 0.0
+
     def start(self, tokens):
         self.n_past = len(tokens) - 1
-        if self.model:
-            self._clock[0] += self.draft_s * self.n_past * self.read_cost
+        self._clock[0] += self.prefill_s(self.n_past)
 
     def propose(self, tokens, k, picker):
         recording = self.recording
@@ -362,10 +360,9 @@ class _RecordedDrafter(DrafterBase):
         else:
             control: Controller = picker.control  # type: ignore[attr-defined]
             n, steps = _drafted(recording, control, at, limit)
-            unread = max(0, len(tokens) - 1 - self.n_past) if self.model else 0
             if limit:
-                cost = recording.steps(steps) + unread * self.read_cost
-                self._clock[0] += self.draft_s * cost
+                unread = max(0, len(tokens) - 1 - self.n_past)
+                self._clock[0] += self.draft_s * recording.steps(steps) + self.prefill_s(unread)
             self.n_past = len(tokens) - 1 + steps
         accepted = recording.token_ids[at : at + min(n_kept, n)]
         return Proposal((*accepted, *[WRONG] * (n - n_kept)))
@@ -380,7 +377,7 @@ def route(
     *,
     k_max: int,
     seed: int = 0,
-    expected: Mapping[str, Sequence[float]] | None = None,
+    expected: Mapping[str, Sequence[float]] = {},
 ) -> Iterator[RoutedText]:
     """Run the router with the drafters of `costs` along the recorded texts, one after another.
 
@@ -402,7 +399,7 @@ def route(
     drafters = []
     for name, cost in costs.items():
         drafter = _RecordedDrafter(text[name], cost.c * verify_s[1], clock, rng)
-        drafter.expected = (expected or {}).get(name, ())
+        drafter.expected = expected.get(name, ())
         drafters.append(drafter)
     arms = [Arm(drafter, k_max, drafter.draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
@@ -412,14 +409,11 @@ def route(
         token_ids = first.token_ids
         n_bytes = max(1, sum(map(len, first.pieces)))
         n_prompt = max(1, round(len(first.prompt) * len(token_ids) / n_bytes))
-        prompt_s = {}
         for drafter in drafters:
             drafter.recording = text[drafter.name]
             drafter.n_prompt = n_prompt
             drafter.read_cost = router.read_cost
-            prompt_s[drafter.name] = 0.0
-            if drafter.model:
-                prompt_s[drafter.name] = drafter.draft_s * router.read_cost * (n_prompt - 1)
+        prompt_s = {drafter.name: drafter.prefill_s(n_prompt - 1) for drafter in drafters}
         routed = RoutedText(first, prompt_s, [], [], [])
         tokens = [PROMPT] * n_prompt
         view = TokenView(tokens)

@@ -13,10 +13,8 @@ what they replay and what they run live, here separated by a semicolon:
 * 09: the choices of its reader.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
-from time import perf_counter
 from typing import Any
 
 from specnb.errors import SpecnbError
@@ -52,8 +50,6 @@ class Sweep(Experiment):
         self.routers: list[Any] = []
         self.costs: dict[str, Cost] = {}
         self.recordings: list[Recording] = []
-        self.replay_s: defaultdict[str, float] = defaultdict(float)
-        """Seconds spent on following and replaying each drafter."""
 
     def open_models(self, required: Sequence[str], optional: Sequence[str] = ()) -> None:
         """1. Open the target and the drafters. Leave out those of `optional` that do not fit.
@@ -65,23 +61,19 @@ class Sweep(Experiment):
         if engine.get("backend") != "hf":
             engine.pop("dtype", None)  # llama.cpp has no such option
         self.open_target(self.params.target, **{name: value for name, value in engine.items() if value})
-        for name in required:
-            self._open(name)
-        require_followed(self.routers)  # raises if there is one: routers cannot be followed
-        for name in optional:
+        for name in (*required, *optional):
             try:
-                self._open(name)
+                drafter = self.open_drafter(name)
+                if drafter.chooses_k and name in optional:
+                    self.routers.append(drafter)
+                else:
+                    require_followed([*self.drafters, drafter])
+                    self.drafters.append(drafter)
+                self.measured["names"][drafter.name] = name
             except SpecnbError as error:
+                if name in required:
+                    raise
                 self.measured["left_out"][name] = str(error)
-
-    def _open(self, name: str) -> None:
-        drafter = self.open_drafter(name)
-        if drafter.chooses_k:
-            self.routers.append(drafter)
-        else:
-            require_followed([*self.drafters, drafter])
-            self.drafters.append(drafter)
-        self.measured["names"][drafter.name] = name
 
     def time_forwards(self, k_max: int) -> None:
         """2. Time forward passes: T(n) of the target, c of each drafter, and the baseline."""
@@ -110,10 +102,8 @@ class Sweep(Experiment):
         steps = list(product(self.drafters, texts))
         for done, (drafter, text) in enumerate(steps):
             progress(done, len(steps), f"following {drafter.name}")
-            start_s = perf_counter()
             n = self.params.max_new_tokens
             self.recordings += follow(self.target, [drafter], text, k_max=k_max, max_new_tokens=n)
-            self.replay_s[drafter.name] += perf_counter() - start_s
 
     def replay_every_k(self, ks: Sequence[int]) -> list[dict[str, Any]]:
         """5. Replay every K of every drafter, and the routers; return a row for each text.
@@ -123,10 +113,8 @@ class Sweep(Experiment):
         """
         rows = []
         for recording in self.recordings:
-            start_s = perf_counter()
             for k, counts in zip(ks, every_k(recording, ks), strict=True):
                 rows.append(sweep_row(recording, k, counts, self.costs[recording.drafter]))
-            self.replay_s[recording.drafter] += perf_counter() - start_s
         for router in self.routers:
             rows += self._replay_router(router, max(ks))
         plain_s = {(g.prompt_id, g.temperature): g.decode_s for g in self.generations if not g.k}

@@ -23,13 +23,13 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import silent
-from specnb.measure.follow import record
 from specnb.measure.policies import AUTO, CONTROLLERS, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, route, split, walk_recording
 from specnb.params import ExplorerParams
 from specnb.prompts import Prompt
 from specnb.store import folder_of, load_record, results_dir
+from tests.measure.recorded import record
 from tests.tiny_models import llama_gguf
 
 CURVE = CostCurve(model="line", context=0, widths=(1, 9, 25), samples_s=((0.02,), (0.03,), (0.06,)))

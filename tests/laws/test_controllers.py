@@ -22,10 +22,10 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.follow import record
 from specnb.measure.recording import Trace
 from specnb.measure.replay import counts_of, fixed_k, oracle, walk_recording
 from tests.laws.test_distribution import ONE, draft_model, off_by
+from tests.measure.recorded import record
 
 PROMPT = [0, 1, 2, 0, 1]
 CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))

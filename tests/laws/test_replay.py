@@ -12,9 +12,9 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
 from specnb.lm import toy
 from specnb.measure.cost import Cost, CostCurve
-from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, route
 from tests.laws.test_controllers import PROMPT, drafter_named, recorded
+from tests.measure.recorded import record
 
 
 def check_replay(recording, live, k):

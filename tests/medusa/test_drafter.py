@@ -14,12 +14,12 @@ from specnb.lm import toy
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
 from specnb.measure.cost import CostCurve
-from specnb.measure.follow import record
 from specnb.measure.replay import fixed_k, walk_recording
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, timed_trees
 from specnb.medusa.tree import SIZES, TreePlan, fastest_tree, grow, tree_curve
 from tests.laws.test_controllers import CONTROLLERS
+from tests.measure.recorded import record
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, torch_model
 

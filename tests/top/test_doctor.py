@@ -51,8 +51,9 @@ def test_a_build_without_the_cpus_instructions_is_a_warning_even_if_it_crashes(m
     ({}, 16, "export OMP_NUM_THREADS=8"),
 ])  # fmt: skip
 def test_thread_settings_other_than_the_cores_are_a_warning_with_a_command(monkeypatch, settings, torch_threads, fix):
-    record = {"cpu": {"available_cores": 8}, "threads": settings, "torch": {"threads": torch_threads}}
-    monkeypatch.setattr(doctor, "provenance", lambda: record)
+    monkeypatch.setattr("os.environ", settings)
+    monkeypatch.setattr("torch.get_num_threads", lambda: torch_threads)
+    monkeypatch.setattr(doctor, "available_cores", lambda: 8)
     finding = check_threads()
     assert (finding.ok, finding.fix) == (None if fix else True, fix)
 
