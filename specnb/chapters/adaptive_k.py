@@ -342,8 +342,8 @@ def _replay_rows(record: RunRecord) -> pd.DataFrame:
 
 def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
     """Return a machine's rows of `against_best` for display: drafters and contents by policy."""
-    shown = share.loc[machine].rename(index=label, level="policy").rename(index=readable, level="drafter")
-    return compact(shown.rename_axis(columns="content").stack().unstack("policy", sort=False))
+    table = share.loc[machine].rename(index=label, level="policy").rename(index=readable, level="drafter")
+    return compact(table.rename_axis(columns="content").stack().unstack("policy", sort=False))
 
 
 def routed(record: RunRecord) -> pd.DataFrame:

@@ -98,14 +98,14 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
     """Check that drafting leaves the caller's tokens unchanged and is repeatable."""
     proposed = []
     for _ in range(2):
-        given = list(tokens)
-        drafter.start(given)
-        proposed.append(drafter.propose(given, k, GREEDY).ids)
-        drafter.commit(given)
-        if given != list(tokens):
-            seen = f"the caller's {len(tokens)} tokens are {len(given)} after drafting"
+        passed = list(tokens)
+        drafter.start(passed)
+        proposed.append(drafter.propose(passed, k, GREEDY).ids)
+        drafter.commit(passed)
+        if passed != list(tokens):
+            seen = f"the caller's {len(tokens)} tokens are {len(passed)} after drafting"
             remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
-            return "fail", f"{seen}, {given[:8]}… instead of {list(tokens)[:8]}…", remedy
+            return "fail", f"{seen}, {passed[:8]}… instead of {list(tokens)[:8]}…", remedy
     if proposed[0] != proposed[1]:
         seen = f"the second generation drafts different tokens from the same text: {proposed[0]}, then {proposed[1]}"
         return "fail", seen, "reset all state in start()"

@@ -111,8 +111,8 @@ class _Text:
         for at, tokens in self._along(drafter):
             true_ids = self.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, true_ids) if true_ids else []
-            along = zip(rows, true_ids, self.blank.p_target[at:], strict=False)
-            keep.append(tuple(_kept(_chance(self.sampling, row, token), p_target) for row, token, p_target in along))
+            drafted = zip(rows, true_ids, self.blank.p_target[at:], strict=False)
+            keep.append(tuple(_kept(_chance(self.sampling, row, token), p_target) for row, token, p_target in drafted))
             beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
