@@ -44,10 +44,14 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 def read_batch(path: Path) -> Batch:
     """Read a batch from a YAML file; values without quotes are parsed as on the command line.
 
-    Raises InputError for invalid content or a repeated key.
+    Raises InputError for invalid content, a repeated key or an alias (`*name`).
     """
     with reading(f"{path}: the YAML"):
-        node = yaml.compose(read_text(path))
+        text = read_text(path)
+        for event in yaml.parse(text):
+            if isinstance(event, yaml.AliasEvent):  # aliases may be recursive, or grow exponentially
+                raise ValueError(f"alias {event.anchor!r}: write its value out")
+        node = yaml.compose(text)
         document = node and _value_of(node)
     return validated(Batch, document, str(path))
 

@@ -87,7 +87,7 @@ def run_notebook(
         environment[BUDGET] = resolved["budget"]
     with locked(folder / ".lock", "another process runs this notebook with the same parameters; wait"):
         before = folder / store.OUTCOME
-        completed = before.is_file() and read_json(before)["status"] == "completed"
+        completed = before.is_file() and read_json(before).get("status") == "completed"
         again = ".again" if completed else ""
         output = folder / f"notebook{again}.ipynb"
         (folder / f"outcome{again}.json").unlink(missing_ok=True)

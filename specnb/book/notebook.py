@@ -121,8 +121,9 @@ def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
     """Return the defaults of the `parameters` cell, and the class that checks them (or None)."""
     cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
-    if name := source.nb.metadata.get("specnb", {}).get("params"):
-        require_known("class of parameters", name, models)
+    with reading("the metadata `specnb`"):
+        if name := source.nb.metadata.get("specnb", {}).get("params"):
+            require_known("class of parameters", name, models)
     return declared(cells[0]) if cells else {}, models.get(name)
 
 

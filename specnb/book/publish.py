@@ -105,8 +105,7 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
 
 def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     """Return a sidecar's facts about figure and run. Raises InputError for an invalid name."""
-    if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
+    _require_name(name)
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
     return plain(
         run
@@ -121,6 +120,11 @@ def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
     )
 
 
+def _require_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
+
+
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
     """Return the HTML page of a figure; without a `plot` it shows the SVG."""
     texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
@@ -128,9 +132,11 @@ def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
 
 
 def plotly_script(folder: Path) -> Path:
-    """Write `plotly.min.js` into `folder`; return its path."""
+    """Return the `plotly.min.js` in `folder`; write it if it is missing or of another version."""
     script = folder / "plotly.min.js"
-    write_atomic(script, get_plotlyjs().encode())
+    source = get_plotlyjs().encode()
+    if not script.is_file() or script.read_bytes() != source:
+        write_atomic(script, source)
     return script
 
 
@@ -223,8 +229,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
 
 
 def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
-    """Copy the files of a figure and its record."""
+    """Copy the files of a figure and its record. Reads and writes no files with other names."""
     name = sidecar["name"]
+    _require_name(name)
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
     contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
     # the page loads the script of its new folder

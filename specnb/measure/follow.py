@@ -46,15 +46,17 @@ def follow(
 ) -> list[Recording]:
     """Return a recording of each drafter along `generation`, a plain generation by `target`.
 
-    `max_new_tokens` is the length limit of the generation.
-
     If wide forward passes of a draft model round differently from single steps, narrower passes are
     used. Live, the model processes two tokens in one pass after a fully accepted round; only there
     may it draft another token at a near-tie.
 
-    `require_followed` must accept the drafters. Raises InputError for a drafter that picks tokens
-    from logits and is neither a draft model nor trained heads.
+    Raises InputError for drafters that cannot be followed, and for a generation with draft tokens,
+    by another target, or with another `max_new_tokens`.
     """
+    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
+        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
+        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
+    require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
     if sampled and any(isinstance(drafter, ModelDrafter) or drafter.target for drafter in drafters):

@@ -252,6 +252,7 @@ def oracle(recording: Recording, cost: Cost, k_max: int) -> tuple[list[int], flo
     oracle knows which draft tokens will be accepted (greedy) or their acceptance probabilities
     (sampling). It is a bound for every controller that chooses K before a round.
     """
+    _require_k(recording, k_max)
     n = recording.n_tokens
     value = np.zeros(n + 1)
     plan = [0] * n

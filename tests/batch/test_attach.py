@@ -114,6 +114,8 @@ class Fake:
                     with suppress(OSError):  # the client closes the connection
                         for _ in range(2048):
                             self.wfile.write(b" " * (1 << 20))
+                elif fake.fault == "another host":
+                    self.send("", 307, Location="http://192.0.2.1/")
                 elif fake.fault == "no JSON":
                     self.send("<html>")
                 else:
@@ -188,7 +190,9 @@ def test_missing_plain_replies_or_counts_give_no_verdict_or_no_best_k():
     assert first["verdict"] == "pays" and "best_k" not in first and judged["option"] == ""
 
 
-@pytest.mark.parametrize(("fault", "part"), [("stops", "timed out"), ("2 GB", "bytes"), ("no JSON", "JSON")])
+@pytest.mark.parametrize(
+    ("fault", "part"), [("stops", "timed out"), ("2 GB", "bytes"), ("another host", "307"), ("no JSON", "JSON")]
+)
 def test_a_failing_server_ends_the_run_and_completed_replies_are_kept(fault, part):
     fake = Fake(fault=fault)
     document = run(fake)

@@ -149,7 +149,7 @@ def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path)
     [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
      ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
      ("notebook: 01\ngrid:\n  seed: [0]\n  k_max: [8]\n  seed: [1]\n", "'seed' .*line 5"),
-     ("notebook: 01\ngrid: &all\n  seed: *all\n", "recursion"),
+     ("notebook: 01\ngrid: &all\n  seed: *all\n", "'all'"),
      ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
      (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
 )  # fmt: skip

@@ -261,6 +261,8 @@ def test_an_unrecorded_value_is_named_in_the_error(tables):
     for wrong in ({"temperature": 0.35}, {"content": "poetry"}, {"drafter": "nothing"}):
         with pytest.raises(InputError, match=str(next(iter(wrong.values())))):
             tables.predict(lookup_setting(**wrong))
+    with pytest.raises(InputError, match="code-9"):
+        tables.predict(lookup_setting(), ["code-9"])
     assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), "two prompts have no interval"
 
 

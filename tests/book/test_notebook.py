@@ -78,6 +78,18 @@ def test_a_given_budget_precedes_the_commands_the_environments_and_the_cells(
         resolve_params(source, {}, "huge")
 
 
+METADATA = [7, None, "x", [], {"params": 7}, {"params": ["KSweepParams"]}]
+
+
+@pytest.mark.parametrize("metadata", METADATA, ids=str)
+def test_metadata_without_a_class_of_parameters_are_refused(tmp_path, metadata):
+    source = read_notebook(notebook_at(tmp_path / "odd.ipynb", CELL, specnb=metadata))
+    with pytest.raises(InputError, match=r"odd\.ipynb|metadata"):
+        resolve_params(source, {})
+    with pytest.raises(InputError):
+        notebook.defaults(source)
+
+
 NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
 
 

@@ -193,6 +193,15 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
         publish_runs(["newer"], figures, results)
 
 
+@pytest.mark.parametrize("changes", [{"name": "../speed"}, {"run_id": "../errors"}])
+def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(changes, results, figures):
+    sidecar = figures_dir(run_of(1)) / "speed.json"
+    sidecar.write_text(json.dumps(read_json(sidecar) | changes))
+    with pytest.raises(InputError, match=re.escape(next(iter(changes.values())))):
+        publish_runs([], figures, results)
+    assert not figures.exists()
+
+
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
 def test_figures_from_uncommitted_changes_are_refused_or_marked(then, results, figures, monkeypatch):
     run_of(1, dirty=then)

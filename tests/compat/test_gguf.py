@@ -7,9 +7,11 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from specnb.compat.check import Severity, Verdict, check
-from specnb.compat.description import State
+from specnb.compat.description import Description, State
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError
 from specnb.lm.files import zoo_file
@@ -179,6 +181,20 @@ SOUND = {"model": "gpt2", "tokens": LETTERS}
 ])  # fmt: skip
 def test_an_invalid_header_raises_one_error_with_the_value(tmp_path, value, pairs):
     refused(file_of(tmp_path, *pairs), value)
+
+
+@given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
+def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
+    folder = tmp_path_factory.mktemp("damaged")
+    path = bpe_file(folder, ["<|im_end|>"], pair("llama.vocab_size", 257))
+    data = bytearray(path.read_bytes())
+    for place, byte in changes:
+        data[int(place * (len(data) - 1))] = byte
+    path.write_bytes(data[: int(kept * len(data))] if kept < 0.5 else data)
+    try:
+        assert isinstance(read_gguf(path), Description)
+    except InputError as error:
+        assert str(path) in str(error)
 
 
 @pytest.mark.parametrize("vocabulary", [True, False])

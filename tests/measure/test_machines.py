@@ -64,5 +64,7 @@ def test_a_target_is_measured_with_its_drafters_and_undecided_if_the_interval_co
     for (low, high, busy), verdict in ends.items():
         of = row.model_copy(update={"over_fastest_low": low, "over_fastest_high": high, "busy": busy})
         assert of.verdict == verdict
+        older = of.model_copy(update={"baseline_engine": None}).verdict  # other engines were not timed
+        assert older == verdict.replace("pays", "pays over the same engine")
         assert of.model_copy(update={"busy": True}).verdict.startswith("undecided")
     assert MachineRow.model_validate_json(row.model_dump_json()) == row

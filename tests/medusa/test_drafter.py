@@ -13,13 +13,16 @@ from specnb.errors import InputError, NonFiniteLogits
 from specnb.lm import toy
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.lm.hf.model import HfModel
+from specnb.measure import machines
 from specnb.measure.cost import CostCurve
 from specnb.measure.replay import fixed_k, walk_recording
 from specnb.medusa import checkpoint, drafter
 from specnb.medusa.drafter import HeadsDrafter, timed_trees
 from specnb.medusa.tree import SIZES, TreePlan, fastest_tree, grow, tree_curve
+from specnb.prompts import Prompt
 from tests.laws.test_controllers import CONTROLLERS
 from tests.measure.recorded import record
+from tests.medusa import periodic
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, torch_model
 
@@ -183,6 +186,19 @@ def test_the_draft_step_time_is_per_position_of_a_chain_or_level_of_a_tree(tiny,
     monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: 6.0 * k)
     steps_s = [HeadsDrafter(tiny, random_heads(tiny), plan).step_s() for plan in (None, BUSH, TreePlan((), ()))]
     assert steps_s == [6.0, 12.0, 0.0], "of 3 positions, of 6 nodes in 3 levels, of nothing"
+
+
+def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
+    ids = periodic.prompts(2)
+    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
+    chosen = [Prompt(id=f"p{i}", category="code", text=str(i)) for i in range(2)]
+    folder = checkpoint.save_heads(fitted["hydra"], tmp_path / "heads", dtype="float32")
+    options = {"ks": [1, 2], "max_new_tokens": 14, "heads_checkpoint": str(folder)}
+    monkeypatch.setattr(machines, "load", lambda _name: circles)
+    monkeypatch.setattr(circles, "close", lambda: None)
+    (result,) = machines.bench_target("circles", ["medusa"], chosen, **options).pairs
+    assert result.drafter == "hydra" and (result.table["identical"] == 2).all()
+    assert result.table["acceptance_rate"][1] > 0.9
 
 
 # --- replay ---

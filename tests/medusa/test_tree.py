@@ -39,3 +39,15 @@ def test_no_other_tree_of_the_size_has_more_expected_tokens(table, n):
     assert tokens == pytest.approx(max(expected_tokens(tree, table) for tree in trees))
     for m in range(n):
         assert expected_tokens(paths_of(plan.first(m)), table) == pytest.approx(grow(table, m).tokens(table))
+
+
+def test_published_accuracies_give_the_published_tokens_per_round():
+    """Medusa on Vicuna 7B (assets/medusa_acc.csv); Spec-Bench measured 2.31 and 2.32 with 63 nodes."""
+    cumulative = [
+        [0.560, 0.672, 0.727, 0.760, 0.780], [0.316, 0.424, 0.485, 0.528, 0.563],
+        [0.201, 0.288, 0.348, 0.383, 0.417], [0.147, 0.225, 0.274, 0.311, 0.340],
+        [0.118, 0.187, 0.235, 0.272, 0.300],
+    ]  # fmt: skip
+    table = np.diff(cumulative, axis=1, prepend=0)
+    plan = grow(table, 63)
+    assert len(plan) == 63 and plan.depth == 4 and plan.tokens(table) == pytest.approx(2.385, abs=5e-4)

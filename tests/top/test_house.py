@@ -1,4 +1,4 @@
-"""Size and style of the package: ceilings, folders, unused symbols, names.
+"""Size and style of the package: ceilings, folders, importers, unused symbols, names.
 
 `house.toml` has the current numbers, which may only decrease: tokens of Python by room; words and signs of other files
 by room; modules that bind a vague (banned) name; modules that share a public name. `python -m tests.top.test_house`
@@ -10,7 +10,7 @@ import json
 import re
 import tokenize
 import tomllib
-from collections import Counter
+from collections import Counter, defaultdict
 from importlib import import_module
 from pathlib import Path
 
@@ -21,6 +21,8 @@ from specnb.io import project_dir
 ROOT = project_dir()
 HOUSE = Path(__file__).with_name("house.toml")
 NUMBERS = tomllib.loads(HOUSE.read_text(encoding="utf-8"))
+ONE_IMPORTER = 28
+"""Modules with one importer, except for those in the registry."""
 LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "specnb").rglob("*.py"))}
@@ -98,6 +100,32 @@ def test_a_folder_has_few_files_and_no_two_with_the_same_prefix():
     assert crowded == set()
     prefixes = {name: shared_prefixes(folder) for name, folder in folders.items()}
     assert {name: shared for name, shared in prefixes.items() if shared} == {}
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Return the modules of the package that a module imports, or names as "module:object"."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=aliases):
+                names |= {alias.name for alias in aliases}
+            case ast.ImportFrom(module=str(source), names=aliases):
+                names |= {source, *(f"{source}.{alias.name}" for alias in aliases)}
+            case ast.Constant(value=str(text)) if re.fullmatch(r"specnb[\w.]*(:\w+)?", text):
+                names.add(text.split(":")[0])
+    return names & set(MODULES)
+
+
+def test_few_modules_have_a_single_importer():
+    importers = defaultdict(set)
+    for name, tree in MODULES.items():
+        for other in imports(tree) - {name}:
+            importers[other].add(name)
+    others = {module(path) for path in SOURCES if path.name == "__init__.py"}
+    others |= set().union(*(imports(tree) for tree in NOTEBOOKS.values()))
+    others |= imports(MODULES["specnb.registry"])
+    single = {name for name in set(MODULES) - others if len(importers[name] - others) == 1}
+    assert len(single) <= ONE_IMPORTER, sorted(single)
 
 
 def definitions(tree: ast.Module) -> set[str]:

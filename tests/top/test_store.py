@@ -48,19 +48,30 @@ def rich() -> RunRecord:
     return record_of(first, nothing, plain, measurements=measurements)
 
 
+IDS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
+SECONDS = st.floats(0, 1e6)
+
+
+ROUNDS = st.builds(
+    lambda ids, committed, p, times: Round(0, len(ids), 0, ids, committed, (p,) * len(ids), *times, len(ids) + 1),
+    IDS, IDS, st.floats(0, 1), st.tuples(*[SECONDS] * 5),
+)  # fmt: skip
+GENERATIONS = st.builds(
+    lambda rounds, **fields: generation_of(*rounds, **fields), st.lists(ROUNDS, max_size=3), temperature=SECONDS,
+    seed=st.integers(-(2**63), 2**63 - 1), text=st.text(), prompt_id=st.text(st.characters(codec="utf-8"), max_size=8),
+)  # fmt: skip
+
+
 @given(
-    seconds=st.floats(0, 1e6),
-    seed=st.integers(-(2**63), 2**63 - 1),
-    text=st.text(),
+    generations=st.lists(GENERATIONS, max_size=3),
     params=st.dictionaries(st.text(), JSON, max_size=3),
     started=st.datetimes(timezones=st.just(UTC) | st.just(timezone(timedelta(hours=-3, minutes=-30)))),
 )
-def test_any_record_is_loaded_exactly_as_saved(tmp_path_factory, seconds, seed, text, params, started):
-    generation = generation_of(round_of()._replace(draft_s=seconds), temperature=seconds, seed=seed, text=text)
-    record = record_of(generation, params=params, started=started)
+def test_any_record_is_loaded_exactly_as_saved(tmp_path_factory, generations, params, started):
+    record = record_of(*generations, params=params, started=started)
     loaded = store.load_record(store.save(record, tmp_path_factory.getbasetemp() / "any"))
     assert loaded == record == RunRecord.model_validate_json(record.model_dump_json())
-    assert isinstance(loaded.generations[0].rounds[0], Round)
+    assert all(isinstance(r, Round) for generation in loaded.generations for r in generation.rounds)
 
 
 def older_record(record, folder, column) -> Path:

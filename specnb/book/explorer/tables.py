@@ -116,6 +116,8 @@ class Tables:
         walks = self.walks(setting)
         if prompt_ids:
             walks = [walk for walk in walks if self.recordings[walk[0]].prompt_id in prompt_ids]
+        if not walks:
+            raise InputError(f"none of the prompts {', '.join(prompt_ids)} is in the trace")
         at, counts, _ = zip(*walks, strict=True)
         return self._predicted(at, np.array(counts)[:, None], setting.machine).iloc[0]
 
