@@ -11,7 +11,7 @@ faults and tables share them.
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from math import nan
 from typing import NamedTuple, Self
 
@@ -152,6 +152,17 @@ class Reference:
         limit = min(max_new_tokens, MAX_NEW_TOKENS)
         self.plain = [generate(target, prompt, max_new_tokens=limit) for prompt in prompts]
         self.states = [states_along(target, text) for text in self.plain]
+        self._chains: dict[Heads, list[Generation]] = {}
+
+    def chains(self, heads: Heads, progress: Progress = silent) -> list[Generation]:
+        """Return greedy generations with `heads`, one per prompt; each is generated once."""
+        chains = self._chains.setdefault(heads, [])  # also of `first`
+        drafter = HeadsDrafter(self.target, heads)
+        decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
+        for text in self.plain[len(chains) :]:
+            progress(len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}")
+            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+        return chains[: len(self.plain)]
 
     def first(self, n: int) -> Self:
         """Return the reference of the first `n` prompts."""
@@ -183,12 +194,7 @@ class HeadsEvidence:
         self.heads = heads
         self.report = report
         self.log = report.log if report else ()
-        self.chains = []
-        drafter = HeadsDrafter(reference.target, heads)
-        for done, text in enumerate(reference.plain):
-            progress(done, len(reference.plain), f"gates: chain {done + 1} of {len(reference.plain)}")
-            limits = {"k": heads.config.n_heads, "max_new_tokens": text.max_new_tokens}
-            self.chains.append(generate(reference.target, text.prompt_ids, drafter=drafter, **limits))
+        self.chains = reference.chains(heads, progress)
 
     @cached_property
     def scores(self) -> list[Scores]:

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from specnb.io import read_toml
@@ -34,7 +33,7 @@ from specnb.medusa.accuracy import (
     states_along,
 )
 from specnb.medusa.checkpoint import LoadReport
-from specnb.medusa.nets import Backbone, Heads
+from specnb.medusa.nets import Backbone, Heads, multiply
 
 EXACT = 1e-5
 """Largest relative difference between float32 logits that differ only in summation order."""
@@ -129,7 +128,7 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4 lm_head
     # rounds its weights and its products to bfloat16.
     allowed = max(EXACT, 2 * torch.finfo(e.heads.shared_lm_head.dtype).eps)
-    error = relative_error(F.linear(normed, e.heads.shared_lm_head), expected)
+    error = relative_error(multiply(normed, e.heads.shared_lm_head), expected)
     says = f"without blocks, logits differ from the backbone's by {error:.2g} (relative), {allowed:.2g} is allowed"
     others = other_norms(e.reference.backbone, states).items()
     fault = next((name for name, other in others if relative_error(normed, other) <= allowed), "wrong norm")

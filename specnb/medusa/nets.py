@@ -38,9 +38,12 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.hf.hidden import final_norm
 from specnb.lm.hf.int4 import dense_copy
+from specnb.lm.hf.product import can_multiply
 
 MOST_HEADS = 16
 MOST_LAYERS = 8
+MANY_ROWS = 16
+"""Number of rows from which float32 is faster than emulated bfloat16, despite the conversion."""
 OUTSIDE = -1
 """Draft id of tokens outside the draft vocabulary, which heads cannot draft."""
 
@@ -202,6 +205,14 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def multiply(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x @ weight.T`; many rows in float32, then rounded, if the CPU emulates bfloat16."""
+    emulated = x.dtype == torch.bfloat16 and x.device.type == "cpu" and not can_multiply(x.dtype)
+    if emulated and x.numel() >= MANY_ROWS * x.shape[-1]:
+        return F.linear(x.float(), weight.float()).to(x.dtype)
+    return F.linear(x, weight)
+
+
 # --- Medusa and Hydra heads ---
 
 
@@ -294,7 +305,7 @@ class Heads(DrafterNet):
     def logits(self, head: int, features: Tensor) -> Tensor:
         """Return logits `(…, draft_size)` of one head's features, in their dtype."""
         private = self.heads[head].lm_head
-        return F.linear(features, private.weight if private else self.shared_lm_head)
+        return multiply(features, private.weight if private else self.shared_lm_head)
 
     def draft_logits(self, head: int, hidden: Tensor, ids: Tensor | None = None) -> Tensor:
         """Return one head's logits `(batch, draft_size)` float32.

@@ -117,16 +117,17 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
     The probabilities are normalized over the draft vocabulary; with `whole`, over all tokens. The
     draft id is then OUTSIDE if the best token is not in the draft vocabulary.
     """
-    lm_head = net.shared_lm_head
-    drafted = ids = torch.arange(len(lm_head))
-    if whole:
-        lm_head = net.target.get_output_embeddings().weight.to(lm_head.dtype)
-        drafted, ids = net.token_map, net.draft_ids()
+    normed = net.target_norm(final)  # (B, T, D)
+    if not whole:
+        log_p = F.linear(normed, net.shared_lm_head).float().log_softmax(-1)
+        return log_p, log_p.argmax(-1)
+    lm_head = net.target.get_output_embeddings().weight.to(normed.dtype)
+    ids = net.draft_ids()
     rows = []
     best = []
-    for states in net.target_norm(final):  # one row at a time, to fit in memory
+    for states in normed:  # one row at a time, to fit in memory
         log_p = F.linear(states, lm_head).float().log_softmax(-1)
-        rows.append(log_p[:, drafted])
+        rows.append(log_p[:, net.token_map])
         best.append(ids[log_p.argmax(-1)])
     return torch.stack(rows), torch.stack(best)
 
