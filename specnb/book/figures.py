@@ -14,8 +14,6 @@ PANELS = 4
 """Largest number of panels in a row."""
 ROWS_HEIGHT = 640
 """Height of a figure with two rows of panels, in pixels."""
-EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
-"""Widths that are labeled: those of `measure.cost`, which figures may not import."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
@@ -99,11 +97,11 @@ def _drafting(table: pd.DataFrame, line: str, dodge: float) -> pd.DataFrame:
 def draw_verify_cost(curve: pd.DataFrame, *, title: str) -> go.Figure:
     """Draw T(n)/T(1) over n, with both extremes: free extra tokens, and n single steps.
 
-    The labels are T(n) in ms.
+    The labels are T(n) in ms. Of many widths, those next to the steps of four tokens are labeled.
     """
     widths = curve["width"]
     ends = [widths.min(), widths.max()]
-    labeled = widths.isin([*EDGES, ends[1]]) | (len(widths) <= len(EDGES))
+    labeled = (widths % 4 < 2) | (len(widths) <= MANY)
     times = (1000 * curve["median_s"]).map("{:.0f}".format).where(labeled, "")
     figure = px.line(curve, x="width", y="ratio", text=times, markers=True, template=template())
     figure.update_traces(textposition="top center", name="measured", showlegend=True)

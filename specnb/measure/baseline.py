@@ -11,7 +11,7 @@ from math import log
 from typing import TYPE_CHECKING
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from specnb.decode.generate import PromptLike, generate
 from specnb.errors import InputError, MemoryShortError, SpecnbError
@@ -37,14 +37,15 @@ class Baseline(BaseModel, frozen=True):
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
     not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0 for
     fewer than FEWEST prompts. `live_tokens_per_s` is the speed of plain decoding in the opened engine
-    during the experiment, which began after the baseline was timed. Older records have no baseline:
-    their share is 1.
+    during the experiment, which began after the baseline was timed; it is computed from the
+    experiment's generations, so records do not have it. Older records have no baseline: their share
+    is 1.
     """
 
     baseline_engine: str | None = None
     baseline_tokens_per_s: float | None = None
     plain_tokens_per_s: float | None = None
-    live_tokens_per_s: float | None = None
+    live_tokens_per_s: float | None = Field(default=None, exclude=True)
     share_error: float = 0.0
     baseline_note: str | None = None
 
@@ -73,6 +74,8 @@ class Baseline(BaseModel, frozen=True):
         return table.assign(over_fastest=over, over_fastest_low=over / below, over_fastest_high=over * above)
 
     def __str__(self) -> str:
+        if not self.baseline_engine:
+            return "The fastest plain decoding of these weights was not measured."
         line = f"Fastest plain decoding of these weights: {self.baseline_engine}, "
         line += f"{self.baseline_tokens_per_s:.1f} tokens/s"
         if self.share < 1:

@@ -233,8 +233,8 @@ def _measured(
             if repeat >= 0 or quick:
                 samples[index].append(pass_s)
     # 3. Summarize.
-    forwards = [(n, s) for n, of_width in zip(widths, samples, strict=False) for s in of_width]
-    busy = neighbours.contention(target.caps, forwards).busy
+    timings = [(n, s) for n, of_width in zip(widths, samples, strict=False) for s in of_width]
+    busy = neighbours.contention(target.caps, timings).busy
     if quick:  # with few samples the fastest is best, because disturbances only add time
         samples = [[min(of_pass)] for of_pass in samples]
     for model in models:
