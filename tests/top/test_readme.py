@@ -139,7 +139,7 @@ def rolling() -> str:
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
     shares = [f"{row['vocabulary']} {row['accepted'] / row['drafted']:.0%}".replace("%", " %") for row in rows]
-    settings = "4 prompts, target in float32, one draft model with several vocabularies"
+    settings = "6 prompts, target in float32, one draft model with several vocabularies"
     return f"share of draft tokens accepted, {settings}: {', '.join(shares)}"
 
 
