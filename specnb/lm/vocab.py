@@ -3,6 +3,7 @@
 To tokenize text, use `LanguageModel.encode`.
 """
 
+import codecs
 import json
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
@@ -80,11 +81,15 @@ _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 _OTHERS = (b for b in range(256) if b not in _PRINTABLE)
 ALPHABET = {chr(b): b for b in _PRINTABLE} | {chr(0x100 + i): b for i, b in enumerate(_OTHERS)}
 """Byte of each character in byte-level BPE (GPT-2); printable Latin-1 stands for itself."""
+CODES = {ord(c): byte for c, byte in ALPHABET.items()}
 
 
 def byte_level(piece: str) -> bytes:
     """Return the bytes of a byte-level piece; its UTF-8 if a character is not in ALPHABET."""
-    return bytes(ALPHABET[c] for c in piece) if ALPHABET.keys() >= set(piece) else piece.encode()
+    try:
+        return codecs.charmap_encode(piece, "strict", CODES)[0]
+    except UnicodeEncodeError:
+        return piece.encode()
 
 
 def sentencepiece(piece: str) -> bytes:

@@ -155,7 +155,12 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
         return values[0] if len(values) == 1 else values
 
     def string() -> bytes:
-        return take(f"{take('Q')}s")
+        nonlocal place
+        n = take("Q")
+        place += n
+        if place > len(data):
+            raise struct.error(f"a text requires a buffer of {place} bytes, got {len(data)}")
+        return data[place - n : place]
 
     def text() -> str:
         return string().decode("utf-8", "replace")

@@ -119,13 +119,14 @@ class PackedPart:
             # divergence of Qwen2.5-Coder-1.5B.
             center = 8 if self.bits == 4 else 136
             rounded = scales.bfloat16()
+            codes = codes.int()
             mean = codes.unflatten(1, (-1, self.group)).sum(-1, dtype=torch.int32) / self.group
             zeros = offsets + mean * scales - (mean - center) * rounded
             if self.bits == 8:
                 codes = torch.cat([codes >> 4, codes & 15], 1)
                 rounded = torch.cat([16 * rounded, rounded], 1)
                 zeros = torch.cat([torch.zeros_like(zeros), zeros], 1)
-            self.packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+            self.packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
             self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(0, 1)
         for layer in layers:
             layer.matrix.forget()
@@ -147,7 +148,7 @@ def _read_rows(layers: Sequence[BlockLinear], rows: slice) -> Blocks:
         if inside.start < inside.stop:
             parts.append(layer.matrix.blocks(inside))
         start += layer.out_features
-    return Blocks(*map(torch.cat, zip(*parts, strict=True)))
+    return parts[0] if len(parts) == 1 else Blocks(*map(torch.cat, zip(*parts, strict=True)))
 
 
 class Int4Gate:
