@@ -104,7 +104,8 @@ def small() -> str:
     auto = [live("smollm2-135m", content, "auto") for content in ("prose", "chat")]
     return (
         "live, SmolLM2-135M, 15 prompts each, over the faster of llama.cpp and PyTorch: prompt lookup with K = 3 on "
-        f"edits {lookup[0]}, on JSON {lookup[1]}; the router `auto` on prose {auto[0]}, on chat {auto[1]}"
+        f"edits {lookup[0]}, on JSON {lookup[1]}; `auto`, which chooses a drafter in each round, on prose {auto[0]}, "
+        f"on chat {auto[1]}"
     )
 
 
@@ -121,7 +122,7 @@ def width() -> str:
     ratios = next(cost["T(n)/T(1)"] for cost in costs if cost["target"] == CODER)
     times = f"a pass over four tokens takes {ratios['4']:.2f} times as long as over one, over five {ratios['5']:.2f}"
     line = fit_line(read_runs())
-    report = f"a round takes {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms"
+    report = f"a round with draft length K takes {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms"
     return f"Coder-1.5B: {times}. In the report, {report}"
 
 
@@ -131,7 +132,8 @@ def rolling() -> str:
         name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}" for name in ("rolling acceptance", "cost-aware")
     }
     return (
-        "replayed speed relative to the best fixed K, on the worst of five contents: rolling acceptance rate "
+        "replayed on this and three simulated machines: speed relative to the best fixed K, on the worst of five "
+        "contents: rolling acceptance rate "
         f"{ends['rolling acceptance']}, cost-aware {ends['cost-aware']}"
     )
 
@@ -139,7 +141,7 @@ def rolling() -> str:
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
     shares = [f"{row['vocabulary']} {row['accepted'] / row['drafted']:.0%}".replace("%", " %") for row in rows]
-    settings = "6 prompts, target in float32, one draft model with several vocabularies"
+    settings = "6 prompts, target in float32, one draft model, restricted to the tokens of each vocabulary"
     return f"share of draft tokens accepted, {settings}: {', '.join(shares)}"
 
 
@@ -147,25 +149,29 @@ def hybrid() -> str:
     rows = [row for row in measurements("04_rollback_strategies")["ways"] if row["engine"] == "torch"]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
-        "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid in float32, an "
-        f"oracle drafter that costs nothing and is right 80 % of the time, {best['n_prompts']} passages: "
-        f"{interval(best)}"
+        "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid (recurrent and "
+        "attention layers) in float32, one thread, an oracle drafter that costs nothing and is right 80 % of the time, "
+        f"{best['n_prompts']} passages: {interval(best)}"
     )
 
 
 def heads() -> str:
     rows = {row["kind"]: row for row in measurements("05_speed")["speeds"] if row["category"] == "all"}
     hydra, medusa = rows["hydra"], rows["medusa"]
-    over = f"{hydra['over_fastest']:.2f} and {medusa['over_fastest']:.2f}"
+    over = [
+        f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})"
+        for row in (hydra, medusa)
+    ]
     return (
-        f"live, {hydra['n_prompts']} prompts, over plain decoding in PyTorch: Hydra {interval(hydra)}, Medusa "
-        f"{interval(medusa)}; over the fastest, llama.cpp's, {over}"
+        f"live, {hydra['n_prompts']} prompts, over the fastest plain decoding (llama.cpp): Hydra {over[0]}, Medusa "
+        f"{over[1]}; over plain decoding in PyTorch {interval(hydra)} and {interval(medusa)}"
     )
 
 
 def lab() -> str:
     named, alarms = faults().split("; ")
-    alarms = alarms.replace("alarms", "alarms in harmless changes")
+    n, _, changes, _, _ = alarms.split()  # "0 of 63 false alarms"
+    alarms = f"{n} false alarms in {changes} harmless changes"
     return f"small models with random weights, planted faults whose module is named first: {named}; {alarms}"
 
 
