@@ -212,7 +212,7 @@ def draw_ranks(record: RunRecord, ranks: pd.DataFrame) -> go.Figure:
     first = ranks.iloc[0]
     title = f"Fastest live: {readable(ranks.index[0])}, {first['speedup']:.2f} times plain decoding"
     if share < 1:
-        title += f", {first['over_fastest']:.2f} times the fastest engine's"
+        title += f", {first['over_fastest']:.2f} times the fastest plain decoding"
         engine = baseline(record).baseline_engine
         figure.add_vline(1 / share, line=STYLE["line"], annotation_text=engine, annotation_position="bottom left")
     return dress(figure, "drafters", title_text=title)

@@ -364,8 +364,8 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     figure = dots(rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x"))
     name_panels(figure)
     whole = table[table["category"] == ALL]
-    speeds = ", ".join(whole["kind"].map(readable) + whole["speedup"].map(" {:.2f}".format))
-    return dress(figure, "speed", title_text=f"Live speed over plain decoding in PyTorch, all prompts: {speeds}")
+    speeds = ", ".join(whole["kind"].map(readable) + whole["over_fastest"].map(" {:.2f}".format))
+    return dress(figure, "speed", title_text=f"Live speed over the fastest plain decoding, all prompts: {speeds}")
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
@@ -384,7 +384,7 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
     figure.update_xaxes(tickvals=rows["position"].unique())
     first = rows[rows["position"] == 1]
     first = ", ".join(first["kind"] + first["alpha"].map(" {:.0%}".format))
-    return dress(figure, "alpha", title_text=f"Acceptance rate of the first draft token of a chain: {first}")
+    return dress(figure, "alpha", title_text=f"Acceptance rates along a chain of draft tokens; of the first: {first}")
 
 
 def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) -> go.Figure:

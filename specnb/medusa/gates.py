@@ -219,7 +219,7 @@ def judge_serving(e: HeadsEvidence) -> Verdict:
     alpha = share_interval([served_counts(chain)[0] for chain in e.chains])
     says = (
         f"alpha_1 of the chains is {alpha.value:.3f} [{alpha.low:.3f}, {alpha.high:.3f}]; "
-        f"{differ} of {rounds} rounds accept other drafts than those that are right offline"
+        f"{differ} of {rounds} rounds accept drafts other than those found right offline"
     )
     return rounds > 0 and differ <= MOST_DIFFERENT * rounds, says, "served differently than scored"
 
