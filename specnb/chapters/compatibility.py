@@ -205,7 +205,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         template=template(),
         **error_bars(drawn, "acceptance_rate"),
     ).update_traces(
-        name="measured, 95 % interval of its counts", marker_size=11, showlegend=True, textposition="middle right"
+        name="measured; 95 % interval, tokens independent", marker_size=11, showlegend=True, textposition="middle right"
     )
     figure.add_scatter(
         x=drawn["text_shared"],

@@ -200,7 +200,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
 
 
 SHOWN = {
-    "says": "draft_model",
+    "says": "run",
     "first": "first_wrong",
     "n_wrong": "wrong_tensors",
     "foreign": "foreign_parameters",
@@ -275,8 +275,8 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     for name, part, color in (  # markers only: modules' own errors are independent
-        ("module on its own inputs, right", ~wrong, "#888"),
-        ("module on its own inputs, wrong", wrong, WRONG),
+        ("own error (relative L2), right module", ~wrong, "#888"),
+        ("own error (relative L2), wrong module", wrong, WRONG),
     ):
         figure.add_scatter(
             y=table["by_itself"].where(part).clip(lower=LEAST),

@@ -164,7 +164,7 @@ def planted_figure(record: RunRecord) -> go.Figure:
     figure = dots(rows, x="z", y="planted", by="sum")
     for limit in (-LIMIT, LIMIT):
         figure.add_vline(limit, line=STYLE["line"])
-    note = f"Dashed: |z| = {LIMIT:.2f}, the limit of chance"
+    note = f"Dashed: |z| = {LIMIT:.2f}, the significance threshold"
     return dress(figure, "planted", title_text=title, title_subtitle_text=note)
 
 

@@ -434,4 +434,4 @@ def _transformers(target: Description, draft: Description) -> Opinion:
         return Opinion(None, "vocab_size is not known for both")
     if a == b:
         return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
-    return Opinion(False, f"config.vocab_size {a} and {b}: taken for different tokenizers, it asks for both of them")
+    return Opinion(False, f"config.vocab_size {a} and {b}: different tokenizers for transformers, which asks for both")

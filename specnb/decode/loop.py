@@ -243,7 +243,7 @@ def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:
 
 def _located(error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]) -> NonFiniteLogits:
     """Return the error of a non-finite row after `fed`, with its position and the module added."""
-    layer = model.locate_nonfinite(fed) or "none that can be named here"
+    layer = model.locate_nonfinite(fed) or "unknown"
     where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 

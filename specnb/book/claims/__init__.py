@@ -141,7 +141,7 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     few = sum(row["note"] == FEW for row in rows)
     lines = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     if few:
-        lines = [f"**Undecided for lack of data: {few} of {len(rows)} claims. A larger run may decide.**", "", *lines]
+        lines = [f"**Undecided for lack of data: {few} of {len(rows)} claims. More data may decide.**", "", *lines]
     for row in rows:
         note = f" ({row['note']})" if row["note"] else ""
         lines.append(f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |")
