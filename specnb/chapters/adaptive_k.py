@@ -291,7 +291,7 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
     replays = check.groupby(by)[["plain_s", "seconds"]].sum()
     table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
     table["controller"] = table["policy"].map(label)
-    table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all of them")
+    table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all drafters")
     counts = ["acceptance_rate", "tau", "identical", "n_prompts"]
     table = table.sort_values("speedup", ascending=False, ignore_index=True)
     return table[["controller", "drafter", "tokens_per_s", *RATIOS, "predicted", *counts]]
@@ -351,7 +351,7 @@ def routed(record: RunRecord) -> pd.DataFrame:
 
     One row per machine and content; the best is chosen in hindsight. `predicted, over the best` and
     `predicted speedup` (over plain decoding in the same engine) are ratios of times, with intervals
-    over paired texts. `rounds drafted by` counts rounds.
+    over paired texts. `rounds by drafter` counts rounds.
     """
     rows = []
     for row in record.measurements["routed"]:
@@ -362,7 +362,7 @@ def routed(record: RunRecord) -> pd.DataFrame:
         best = PLAIN if k == "0" else f"{readable(drafter)}, K = {k}"
         machine = _label_machine(row["machine"])
         rows.append((machine, row["content"], f"{speedup:.2f}", f"{over_best:.2f}", best, drafted_by))
-    columns = ["predicted speedup", "predicted, over the best", "the best in hindsight", "rounds drafted by"]
+    columns = ["predicted speedup", "predicted, over the best", "the best in hindsight", "rounds by drafter"]
     return pd.DataFrame(rows, columns=["machine", "content", *columns]).set_index(["machine", "content"])
 
 
@@ -404,7 +404,7 @@ def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
     _name_contents(figure, frame, row=1, col=1)
     speedup = frame["n"].sum() / frame["steps"].sum()
     title = f"Through all texts, the router is predicted to be {speedup:.2f} times as fast as plain decoding"
-    return dress(figure, "mixed_stream", title_text=f"{title}<br>on: {_label_machine(machine)}")
+    return dress(figure, "mixed_stream", title_text=f"{title}<br>on: {_label_machine(machine)}, over {WINDOW} tokens")
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
