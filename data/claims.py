@@ -53,12 +53,18 @@ def derive() -> dict[str, Any]:
 
 def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
     """Return the named values of the report's `runs`, which claims of notebooks 01, 02 and 09 are judged by."""
-    rows, (copy,) = report.compare_with_line(runs, report.fit_line(runs)), runs[runs["content"] == "self"].itertuples()
+    rows, (copy,) = (
+        report.compare_with_line(runs, report.fit_line(runs)),
+        runs[runs["content"] == "self"].itertuples(),
+    )
     code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
     target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(FOLDER / "report" / "models.csv")["size_gb"]
     code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
     in_range = float(code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all())
-    gains = code["tokens_per_s"][24] / code["tokens_per_s"][8], prose["tokens_per_s"][8] / prose["tokens_per_s"][24]
+    gains = (
+        code["tokens_per_s"][24] / code["tokens_per_s"][8],
+        prose["tokens_per_s"][8] / prose["tokens_per_s"][24],
+    )
     texts = [prompt for prompt in prompts() if prompt.category != "code"]
     as_code = sum(is_code_by_report(prompt.without_template) for prompt in texts)
     copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
@@ -111,7 +117,9 @@ def derive_sizes() -> dict[str, Any]:
 
 def derive_hybrid() -> dict[str, Any]:
     """Return the shape of Qwen3-Next by its configuration, whether it is the report's, and the sizes of its states."""
-    sizes = mebibytes(state_memory.of_models(state_memory.parts, ["qwen3-next"])).set_index("quantity")["n_mib"]
+    sizes = mebibytes(state_memory.of_models(state_memory.parts, ["qwen3-next"])).set_index(
+        "quantity"
+    )["n_mib"]
     config = state_memory.find_config("qwen3-next")
     shape = {
         "linear": config.layer_types.count("linear_attention"),
@@ -124,7 +132,8 @@ def derive_hybrid() -> dict[str, Any]:
     }
     return {
         "next_shape": shape,
-        "next_layers": [shape[name] for name in ("linear", "layers", "experts", "active")] == [36, 48, 512, 10],
+        "next_layers": [shape[name] for name in ("linear", "layers", "experts", "active")]
+        == [36, 48, 512, 10],
         "next_state": [shape[name] for name in ("state", "inner", "convolution")] == [128, 4096, 4],
         "snapshot_mib": sizes["snapshot S + R, a position"],
         "token_mib": sizes["raw replay and conv column, a token"],
@@ -133,7 +142,10 @@ def derive_hybrid() -> dict[str, Any]:
 
 def is_code_by_report(text: str) -> bool:
     """Return whether the report's detector calls a text code (its section 4, to the letter)."""
-    return sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text) or "    " in text
+    return (
+        sum(char in "{}();[]def class import return" for char in text) > 0.05 * len(text)
+        or "    " in text
+    )
 
 
 def derive_pairs() -> dict[str, Any]:
@@ -144,7 +156,9 @@ def derive_pairs() -> dict[str, Any]:
         values[name] = {"verdict": str(pair.verdict), "refusal": pair.llama_cpp.reason}
         values[name] |= {"n_different": pair.ids.n_different} if pair.ids else {}
         from_memory = any(fact.endswith("tokenizer") for fact in pair.from_memory)
-        values[f"{name}_fits"] = None if from_memory else pair.verdict in (Verdict.DROP_IN, Verdict.SLICING)
+        values[f"{name}_fits"] = (
+            None if from_memory else pair.verdict in (Verdict.DROP_IN, Verdict.SLICING)
+        )
     return values | {"by_family": values["neox_mpt_fits"] and not values["qwen_r1_fits"]}
 
 
@@ -152,16 +166,22 @@ def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
     """Return what becomes of a pair of toys that agrees when `drafter` drafts, and named machines' gain, for 08."""
     prompt, k = [0, 1], 4
     cured, sound = (
-        generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20).rounds[0].n_accepted
+        generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20)
+        .rounds[0]
+        .n_accepted
         for kind in (drafter, ModelDrafter)
     )
     costs = [Cost.straight(name, at8).curve.ratio(3) + 2 * c for name, (at8, c) in NAMED.items()]
     gains = [3 / float(np.median(costs)), 3 / max(costs), 3 / min(costs), len(costs)]
     unchanged_tells = not (prompt == [0, 1] and cured < sound)
     return {
-        "cured": cured, "sound": sound, "k": k, "cured_share": cured / sound, "unchanged_tells": unchanged_tells,
+        "cured": cured,
+        "sound": sound,
+        "k": k,
+        "cured_share": cured / sound,
+        "unchanged_tells": unchanged_tells,
         "two_of_two": gains,
-    }  # fmt: skip
+    }
 
 
 def derive_mixture() -> dict[str, Any]:
@@ -194,7 +214,9 @@ def derive_loose() -> dict[str, Any]:
     rows = pd.DataFrame(read_json(BENCHMARKS / "copiers.json")["rows"])
     values = {}
     for content in ("code", "prose"):
-        rounds = rows.query("content == @content").pivot(index="prompt", columns="drafter", values="rounds")
+        rounds = rows.query("content == @content").pivot(
+            index="prompt", columns="drafter", values="rounds"
+        )
         gain = interval([*zip(rounds["suffix"], rounds["suffix, loose"], strict=True)], rate)
         values[f"loose_{content}"] = [*gain, len(rounds)]
     return values

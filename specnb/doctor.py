@@ -28,7 +28,9 @@ PROBE_MODEL = "smollm2-135m"
 
 REINSTALL = "pip install -r requirements.txt"
 REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^llama-cpp-python requirements.txt)"
-FREE_MEMORY = "close other programs and notebook kernels, or raise the memory limit of the container"
+FREE_MEMORY = (
+    "close other programs and notebook kernels, or raise the memory limit of the container"
+)
 CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
 PROBE = """
 import sys, numpy, specnb
@@ -68,13 +70,19 @@ def diagnose(*, decode: bool = True) -> list[Prerequisite]:
             findings += result if isinstance(result, list) else [result]
         except Exception as error:
             name = check.__name__.removeprefix("check_")
-            findings.append(Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL))
+            findings.append(
+                Prerequisite(name, False, f"{type(error).__name__}: {error}", REINSTALL)
+            )
     return findings
 
 
-def judge(name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None) -> Prerequisite:
+def judge(
+    name: str, ok: bool, detail: str, fix: str, otherwise: bool | None = None
+) -> Prerequisite:
     """Return a finding: True if `ok`, else `otherwise` (None: a warning) with its `fix`."""
-    return Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
+    return (
+        Prerequisite(name, True, detail, "") if ok else Prerequisite(name, otherwise, detail, fix)
+    )
 
 
 def check_torch() -> Prerequisite:
@@ -92,7 +100,11 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
     try:
         command = [sys.executable, "-c", probe, str(zoo_file(PROBE_MODEL))]
         done = subprocess.run(
-            command, capture_output=True, stdin=subprocess.DEVNULL, timeout=timeout_s, errors="replace"
+            command,
+            capture_output=True,
+            stdin=subprocess.DEVNULL,
+            timeout=timeout_s,
+            errors="replace",
         )
     except SpecnbError as error:
         fix = f"with a network, once: specnb models --fetch {PROBE_MODEL}"

@@ -205,7 +205,9 @@ def writing(path: str | Path, kind: type[SpecnbError] = InputError) -> Iterator[
 
 
 @contextlib.contextmanager
-def locked(file: Path, reason: str, *, wait_s: float = 0, kind: type[SpecnbError] = InputError) -> Iterator[None]:
+def locked(
+    file: Path, reason: str, *, wait_s: float = 0, kind: type[SpecnbError] = InputError
+) -> Iterator[None]:
     """Hold the lock `file`, creating its folder. The system releases it if the process is killed.
 
     Raises `kind` with `reason` if another process or thread still holds it after `wait_s` seconds.
@@ -255,7 +257,10 @@ def make_once(dest: Path, make: Callable[[Path], object], *, n_bytes: int) -> Pa
         return dest
     partial = dest.with_name(f"making-{dest.name}")
     lock = dest.with_name(f"{dest.name}.lock")
-    with locked(lock, "wait, or delete it", wait_s=LOCK_WAIT_S, kind=FetchError), writing(dest.parent, FetchError):
+    with (
+        locked(lock, "wait, or delete it", wait_s=LOCK_WAIT_S, kind=FetchError),
+        writing(dest.parent, FetchError),
+    ):
         if not dest.exists():
             need_space(dest.parent, n_bytes)
             try:

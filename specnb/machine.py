@@ -66,7 +66,11 @@ def cgroup_folders() -> list[Path]:
     mount = SYSTEM / "fs/cgroup"
     group = re.search(r"^0::/(?!\.\.)(.*)", kernel_text(PROC / "self/cgroup"), re.MULTILINE)
     innermost = mount / group[1] if group else mount
-    return [folder for folder in (innermost, *innermost.parents) if folder.is_relative_to(mount) and folder.is_dir()]
+    return [
+        folder
+        for folder in (innermost, *innermost.parents)
+        if folder.is_relative_to(mount) and folder.is_dir()
+    ]
 
 
 # ---- cores
@@ -75,19 +79,29 @@ def cgroup_folders() -> list[Path]:
 def allowed_cores() -> list[int]:
     """Return the indices of the logical cores that this process may run on."""
     process = psutil.Process()  # macOS has no CPU affinity
-    return process.cpu_affinity() if hasattr(process, "cpu_affinity") else list(range(psutil.cpu_count() or 1))
+    return (
+        process.cpu_affinity()
+        if hasattr(process, "cpu_affinity")
+        else list(range(psutil.cpu_count() or 1))
+    )
 
 
 def core_siblings() -> set[str]:
     """Return the sibling list ("0,4") of each physical core that is allowed; empty if unknown."""
     folder = SYSTEM / "devices/system/cpu"
-    return {kernel_text(folder / f"cpu{n}/topology/thread_siblings_list") for n in allowed_cores()} - {""}
+    return {
+        kernel_text(folder / f"cpu{n}/topology/thread_siblings_list") for n in allowed_cores()
+    } - {""}
 
 
 def quota_cores() -> float | None:
     """Return the CPU quota in cores, the smallest of all `cgroup_folders`; None if unlimited."""
-    matches = (re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders())
-    return min((round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None)
+    matches = (
+        re.fullmatch(r"(\d+) (\d+)", kernel_text(folder / "cpu.max")) for folder in cgroup_folders()
+    )
+    return min(
+        (round(int(match[1]) / int(match[2]), 3) for match in matches if match), default=None
+    )
 
 
 def available_cores() -> int:
@@ -98,7 +112,9 @@ def available_cores() -> int:
 
 def cpuinfo() -> tuple[str | None, frozenset[str]]:
     """Return the model name and flags of the first core."""
-    lines = (line.partition(":") for line in kernel_text(PROC / "cpuinfo").split("\n\n")[0].splitlines())
+    lines = (
+        line.partition(":") for line in kernel_text(PROC / "cpuinfo").split("\n\n")[0].splitlines()
+    )
     facts = {key.strip().lower(): value.strip() for key, _, value in lines}
     return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
@@ -172,7 +188,9 @@ def free_bytes(device: str = "cpu") -> int:
     an unknown device.
     """
     if device == "cpu":
-        return int(min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())]))
+        return int(
+            min([psutil.virtual_memory().available, *map(_cgroup_room_bytes, cgroup_folders())])
+        )
     if not (match := re.fullmatch(r"cuda(?::(\d+))?", str(device))):
         raise InputError(f"unknown device {device!r}: use cpu, cuda or cuda:N")
     import torch
@@ -180,7 +198,9 @@ def free_bytes(device: str = "cpu") -> int:
     index = int(match[1] or 0)
     n_devices = torch.cuda.device_count()
     if index >= n_devices:
-        raise InputError(f"device {device!r} does not exist: torch sees {n_devices} CUDA devices; use device=cpu")
+        raise InputError(
+            f"device {device!r} does not exist: torch sees {n_devices} CUDA devices; use device=cpu"
+        )
     free, _ = torch.cuda.mem_get_info(index)
     return free + torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
 
@@ -190,8 +210,12 @@ def _cgroup_room_bytes(folder: Path) -> float:
     texts = [kernel_text(folder / f"memory.{name}") for name in ("max", "high")]
     limit = min((int(text) for text in texts if text.isdigit()), default=math.inf)
     # usage includes file pages that the kernel drops on demand, such as those of the model file
-    reclaimable = re.search(r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE)
-    used = int(kernel_text(folder / "memory.current") or 0) - int(reclaimable[1] if reclaimable else 0)
+    reclaimable = re.search(
+        r"^inactive_file (\d+)", kernel_text(folder / "memory.stat"), re.MULTILINE
+    )
+    used = int(kernel_text(folder / "memory.current") or 0) - int(
+        reclaimable[1] if reclaimable else 0
+    )
     return max(0, limit - max(0, used))
 
 
@@ -208,7 +232,10 @@ def other_processes_s() -> float:
     cores = set(allowed_cores())
     idle = {"idle", "iowait", "guest", "guest_nice"}
     times = [t._asdict() for core, t in enumerate(psutil.cpu_times(percpu=True)) if core in cores]
-    return sum(s for states in times for name, s in states.items() if name not in idle) - process_time()
+    return (
+        sum(s for states in times for name, s in states.items() if name not in idle)
+        - process_time()
+    )
 
 
 class Contention(NamedTuple):
@@ -242,7 +269,9 @@ class Neighbours:
     def cores(self, least_s: float = LOOK_S) -> float | None:
         """Return the average number of cores they used; None in the first `least_s` seconds."""
         seconds = self.age_s()
-        return None if seconds < least_s else max(0.0, other_processes_s() - self._before_s) / seconds
+        return (
+            None if seconds < least_s else max(0.0, other_processes_s() - self._before_s) / seconds
+        )
 
     def during(self, caps: Any, generations: Iterable[Generation]) -> Contention:
         """Return the contention during `generations` by a model with `caps`; see `contention`."""
@@ -268,7 +297,11 @@ def slow_forwards(forwards: Iterable[tuple[int, float]]) -> int:
     by_width = defaultdict(list)
     for width, seconds in forwards:
         by_width[width].append(seconds)  # width 0 computes nothing
-    return sum(int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum()) for n, s in by_width.items() if n and min(s))
+    return sum(
+        int((np.array(s) >= SLOW * np.quantile(s, 0.25)).sum())
+        for n, s in by_width.items()
+        if n and min(s)
+    )
 
 
 class ThreadPace:
@@ -279,7 +312,9 @@ class ThreadPace:
     sets the number of threads of the engine.
     """
 
-    def __init__(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
+    def __init__(
+        self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool
+    ) -> None:
         self.counts = counts
         self.threads = counts[-1]
         self.any_time = any_time
@@ -312,7 +347,9 @@ class ThreadPace:
 @contextlib.contextmanager
 def steady_threads(*models: Any) -> Iterator[None]:
     """Fix the thread counts of models whose logits depend on them, so that texts are comparable."""
-    paces = [model.pace for model in models if getattr(model, "pace", None) and not model.pace.any_time]
+    paces = [
+        model.pace for model in models if getattr(model, "pace", None) and not model.pace.any_time
+    ]
     choices = [pace.counts for pace in paces]
     for pace in paces:
         pace.begin()

@@ -135,7 +135,11 @@ class NotebookParams(Params):
     def _fill_sizes(cls, values: dict[str, Any]) -> dict[str, Any]:
         budget = str(values.get("budget"))
         sizes = {name: size[budget] for name, size in cls.sizes.items() if budget in size}
-        return sizes | {name: value for name, value in values.items() if value is not None or name not in cls.sizes}
+        return sizes | {
+            name: value
+            for name, value in values.items()
+            if value is not None or name not in cls.sizes
+        }
 
     @classmethod
     def from_cell(cls, names: Mapping[str, Any]) -> Self:
@@ -144,7 +148,9 @@ class NotebookParams(Params):
         The environment variable `SPECNB_BUDGET` overrides the cell's budget. Raises InputError that
         lists missing fields or invalid values.
         """
-        if missing := [name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}]:
+        if missing := [
+            name for name in cls.model_fields if name not in {*names, *cls.sizes, "budget"}
+        ]:
             raise InputError(f"the parameters cell does not define {', '.join(missing)}")
         values = {name: names[name] for name in cls.model_fields if name in names}
         if budget := os.environ.get(BUDGET):

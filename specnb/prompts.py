@@ -20,7 +20,10 @@ from specnb.io import cache_dir, digest, json_lines, project_dir, read_toml, val
 CATEGORIES = ("code", "json", "prose", "general", "chat", "edit")
 
 
-PACKS = {name: PinnedFile(**facts) for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()}
+PACKS = {
+    name: PinnedFile(**facts)
+    for name, facts in read_toml(Path(__file__).with_name("packs.toml")).items()
+}
 """Benchmarks whose prompts are downloaded, by name."""
 
 
@@ -42,7 +45,9 @@ class Prompt(BaseModel, frozen=True, extra="forbid"):
     """
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")  # no commas: they separate names
+    category: str = Field(
+        pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$"
+    )  # no commas: they separate names
     text: str | None = None
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
 
@@ -65,7 +70,9 @@ class Prompt(BaseModel, frozen=True, extra="forbid"):
         return self.text or self.messages[-1].content
 
 
-def prompts(category: str | None = None, *, limit: int | None = None, source: str = "") -> tuple[Prompt, ...]:
+def prompts(
+    category: str | None = None, *, limit: int | None = None, source: str = ""
+) -> tuple[Prompt, ...]:
     """Return the prompts of a category in file order; by default of all, ordered as `CATEGORIES`.
 
     Args:
@@ -82,7 +89,9 @@ def prompts(category: str | None = None, *, limit: int | None = None, source: st
     files = [source] if source else [folder / f"{name}.jsonl" for name in CATEGORIES]
     read = [prompt for file in files for prompt in read_jsonl(file)]
     if category is not None:
-        require_known("prompt category", category, dict.fromkeys(prompt.category for prompt in read))
+        require_known(
+            "prompt category", category, dict.fromkeys(prompt.category for prompt in read)
+        )
     return tuple(prompt for prompt in read if category in (None, prompt.category))[:limit]
 
 
@@ -117,7 +126,11 @@ def _as_prompt(value: Any) -> Any:
     """Convert a benchmark's line to the fields of `Prompt`; return other values unchanged."""
     match value:
         case {"question_id": name, "category": category, "turns": [first, *_]}:
-            return {"id": str(name), "category": category, "messages": [{"role": "user", "content": first}]}
+            return {
+                "id": str(name),
+                "category": category,
+                "messages": [{"role": "user", "content": first}],
+            }
         case {"task_id": name, "prompt": text}:
             pack = str(name).rpartition("/")[0].lower()
             return {"id": str(name).replace("/", "-"), "category": pack or "code", "text": text}

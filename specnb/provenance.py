@@ -60,7 +60,9 @@ def provenance(
         "memory_bytes": psutil.virtual_memory().total,
         "utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "seeds": seeds,
-        "models": [{**model, "id": re.sub(r"^(/|[A-Za-z]:\\).*[/\\]", "", model["id"])} for model in models],
+        "models": [
+            {**model, "id": re.sub(r"^(/|[A-Za-z]:\\).*[/\\]", "", model["id"])} for model in models
+        ],
         "prompts_digest": prompts_digest,
         "extra": dict(extra or {}),
     }
@@ -79,11 +81,21 @@ def git_state(root: Path) -> dict[str, Any] | None:
     """
     if not (root / ".git").exists():
         return None
-    command = ["git", "-C", str(root), "status", "--porcelain=v2", "--branch", "--untracked-files=normal"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "status",
+        "--porcelain=v2",
+        "--branch",
+        "--untracked-files=normal",
+    ]
     command += ["--", ".", ":(exclude)figures", ":(exclude)results"]
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # concurrent runs do not wait for the index
     try:
-        report = subprocess.check_output(command, stderr=subprocess.DEVNULL, timeout=20, env=env).decode()
+        report = subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, timeout=20, env=env
+        ).decode()
     except (OSError, subprocess.SubprocessError):
         return None
     # "(initial)" before the first commit

@@ -147,7 +147,9 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
         committed = tuple(token for r in self.rounds for token in r.committed_ids)
         if committed != self.token_ids:
             n = len(self.token_ids)
-            raise ValueError(f"rounds commit {len(committed)} tokens, which differ from {n} token_ids")
+            raise ValueError(
+                f"rounds commit {len(committed)} tokens, which differ from {n} token_ids"
+            )
         return self
 
     @property

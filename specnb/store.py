@@ -50,7 +50,9 @@ CONTEXT = {
 }
 """Fields of a generation that are repeated in its rounds, so that queries need no join."""
 KEY = {"experiment": str, "run_id": str, "generation": int}
-SCALARS = [name for name in Generation.model_fields if name not in ("rounds", "prompt_ids", "token_ids")]
+SCALARS = [
+    name for name in Generation.model_fields if name not in ("rounds", "prompt_ids", "token_ids")
+]
 
 
 def results_dir() -> Path:

@@ -90,7 +90,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def specnb(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
     """Run a command in this process; returns (exit code, stdout, stderr)."""
 
     from specnb import cli
@@ -107,7 +109,9 @@ def specnb(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def page() -> Iterator[object]:
     """An empty page of Chromium."""
-    sync = pytest.importorskip("playwright.sync_api", reason="no playwright: `pip install -e .[dev]`")
+    sync = pytest.importorskip(
+        "playwright.sync_api", reason="no playwright: `pip install -e .[dev]`"
+    )
     names = ("chromium", "chromium-browser", "google-chrome")
     path = next(filter(None, [os.environ.get("BROWSER_PATH"), *map(shutil.which, names)]), None)
     if path is None:

@@ -15,22 +15,50 @@ CORPUS = (
     + "日本語 naïve 🙂 don't we'll I'm\t\tx  y\r\n" * 5
 )
 BASE = {"vocab_size": VOCAB, "hidden_size": 64, "bos_token_id": 0, "eos_token_id": 0}
-DECODER = BASE | {"intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-                  "max_position_embeddings": 512}  # fmt: skip
+DECODER = BASE | {
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 QWEN3 = DECODER | {"head_dim": 32, "tie_word_embeddings": True}
 QWEN = QWEN3 | {
-    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+    **{
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+    },
     # not "every n-th layer", so that the pattern itself must be used
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
-                        "mrope_section": [3, 3, 2], "mrope_interleaved": True},
-}  # fmt: skip
-LFM2 = DECODER | {"block_multiple_of": 32, "layer_types": ["conv", "full_attention", "conv", "conv"]}
-MAMBA2 = BASE | {"num_hidden_layers": 3, "num_heads": 8, "head_dim": 16, "state_size": 32, "n_groups": 2,
-                 "chunk_size": 16, "pad_token_id": 0}  # fmt: skip
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+        "mrope_interleaved": True,
+    },
+}
+LFM2 = DECODER | {
+    "block_multiple_of": 32,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
+MAMBA2 = BASE | {
+    "num_hidden_layers": 3,
+    "num_heads": 8,
+    "head_dim": 16,
+    "state_size": 32,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "pad_token_id": 0,
+}
 MODELS = {
     "qwen35": ("qwen3_5_text", QWEN),
-    "qwen35-grouped": ("qwen3_5_text", QWEN | {"linear_num_value_heads": 4, "tie_word_embeddings": False}),
+    "qwen35-grouped": (
+        "qwen3_5_text",
+        QWEN | {"linear_num_value_heads": 4, "tie_word_embeddings": False},
+    ),
     "lfm2": ("lfm2", LFM2),
     "mamba2": ("mamba2", MAMBA2),
     "qwen3": ("qwen3", QWEN3),
@@ -79,7 +107,9 @@ def byte_level(steps: list | None = None, *, all_bytes: bool = True, **options):
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, last]) if first else last
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet() if all_bytes else []
-    trainer = trainers.BpeTrainer(vocab_size=480, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=480, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([CORPUS], trainer)
     return tokenizer
 
@@ -87,7 +117,9 @@ def byte_level(steps: list | None = None, *, all_bytes: bool = True, **options):
 def save_tokenizer(tokenizer, folder: Path, **options) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, bos_token=END, **options).save_pretrained(folder)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, bos_token=END, **options
+    ).save_pretrained(folder)
 
 
 def hybrid_folder(path: Path, name: str, **config: object) -> Path:

@@ -50,18 +50,27 @@ FAMILIES = read_toml(Path(__file__).with_name("families.toml"))
 def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
     match kind:
         case "qwen3_5_text":
-            _require(config, linear_value_head_dim=config.linear_key_head_dim)  # llama.cpp's recurrent state is square
+            _require(
+                config, linear_value_head_dim=config.linear_key_head_dim
+            )  # llama.cpp's recurrent state is square
             rope = config.rope_parameters
             sections = rope.get("mrope_section", [11, 11, 10])  # as in transformers
             return {
                 # the pattern itself; a `full_attention_interval` could only say "every n-th"
-                "attention.recurrent_layers": [layer == "linear_attention" for layer in config.layer_types],
-                "rope.dimension_count": int(config.head_dim * rope.get("partial_rotary_factor", 0.25)),
+                "attention.recurrent_layers": [
+                    layer == "linear_attention" for layer in config.layer_types
+                ],
+                "rope.dimension_count": int(
+                    config.head_dim * rope.get("partial_rotary_factor", 0.25)
+                ),
                 "rope.dimension_sections": [*sections, 0],
                 "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
             }
         case "lfm2":  # a layer without heads of its own is a convolution
-            heads = [config.num_key_value_heads if layer == "full_attention" else 0 for layer in config.layer_types]
+            heads = [
+                config.num_key_value_heads if layer == "full_attention" else 0
+                for layer in config.layer_types
+            ]
             return {"attention.head_count_kv": heads}
         case "mamba2":  # it has no positions and no heads; llama.cpp's own converter writes these
             size = config.num_heads * config.head_dim
@@ -70,7 +79,11 @@ def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
 
 
 def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
-    n_keys, n_values, state = config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim
+    n_keys, n_values, state = (
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+    )
 
     def by_head(w: "Tensor", width: int = 1) -> "Tensor":
         """Value heads, `width` rows of `w` each, from grouped to tiled order."""
@@ -117,8 +130,12 @@ def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
     family = FAMILIES[kind]
     _require(config, **family["built_in"])
     if family["layers"] and set(config.layer_types) != {*family["layers"]}:
-        raise refusal("layer_types", config.layer_types, f"layers must be {' and '.join(family['layers'])}")
-    keys = {key: getattr(config, name) for key, name in family["keys"].items()} | _computed_keys(kind, config)
+        raise refusal(
+            "layer_types", config.layer_types, f"layers must be {' and '.join(family['layers'])}"
+        )
+    keys = {key: getattr(config, name) for key, name in family["keys"].items()} | _computed_keys(
+        kind, config
+    )
     if rope := getattr(config, "rope_parameters", None):
         if (scaling := rope.get("rope_type", "default")) != "default":
             raise refusal("rope_type", scaling, "only default, unscaled positions are written")
@@ -136,7 +153,9 @@ def _require(config: "PretrainedConfig", **fields: object) -> None:
 
 def refusal(part: str, value: object, why: str) -> InputError:
     """For a config or tokenizer that transformers runs and llama.cpp, or this converter, does not."""
-    return InputError(f"{part} is {value!r:.400}: {why}; such a model runs in torch only (?backend=hf)")
+    return InputError(
+        f"{part} is {value!r:.400}: {why}; such a model runs in torch only (?backend=hf)"
+    )
 
 
 # --- the tokenizer: byte-level BPE -----------------------------------------------------------------------------------
@@ -157,13 +176,21 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
     it would take id 11.
     """
     if not tokenizer.is_fast:
-        raise refusal("the tokenizer", type(tokenizer).__name__, "only those with a tokenizer.json are written")
+        raise refusal(
+            "the tokenizer",
+            type(tokenizer).__name__,
+            "only those with a tokenizer.json are written",
+        )
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     pre = _pre_type(state)
     _check(state, pre)
-    plain, whole = (tokenizer("x", add_special_tokens=special).input_ids for special in (False, True))
+    plain, whole = (
+        tokenizer("x", add_special_tokens=special).input_ids for special in (False, True)
+    )
     if whole != ([vocab.bos] if vocab.add_bos else []) + plain:
-        raise refusal("a text between its special tokens", whole, "of these only BOS can be written")
+        raise refusal(
+            "a text between its special tokens", whole, "of these only BOS can be written"
+        )
     tokens, types = _tokens(state, vocab.size)
     ends = sorted(vocab.eog, key=lambda i: (i != vocab.eos, i))  # the tokenizer's own first
     if not 1 <= len(ends) <= len(END_KEYS):
@@ -175,7 +202,9 @@ def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> d
         "token_type": types,
         "merges": [*map(" ".join, state["model"]["merges"])],
         "add_bos_token": vocab.add_bos,
-        "bos_token_id": ends[0] if vocab.bos is None else vocab.bos,  # the end begins where nothing else does (GPT-2)
+        "bos_token_id": ends[0]
+        if vocab.bos is None
+        else vocab.bos,  # the end begins where nothing else does (GPT-2)
         **dict(zip(END_KEYS, ends, strict=False)),
     }
     template = {"tokenizer.chat_template": vocab.chat_template} if vocab.chat_template else {}
@@ -186,7 +215,9 @@ def _pre_type(state: dict[str, Any]) -> str:
     steps = _flat(state["pre_tokenizer"])
     for name, known in PRE_TYPES.items():
         pairs = zip(known["steps"], steps, strict=False)
-        if len(steps) == len(known["steps"]) and all(fields.items() <= step.items() for fields, step in pairs):
+        if len(steps) == len(known["steps"]) and all(
+            fields.items() <= step.items() for fields, step in pairs
+        ):
             return name
     raise refusal("the pre-tokenizer", steps, f"it is none of {', '.join(PRE_TYPES)}")
 
@@ -207,9 +238,13 @@ def _check(state: dict[str, Any], pre: str) -> None:
     if model["type"] != "BPE":
         raise refusal("the tokenizer", model["type"], "only byte-level BPE is written")
     if model.get("ignore_merges", False) != PRE_TYPES[pre]["ignore_merges"]:
-        raise refusal("ignore_merges", model.get("ignore_merges"), f"llama.cpp does otherwise for {pre}")
+        raise refusal(
+            "ignore_merges", model.get("ignore_merges"), f"llama.cpp does otherwise for {pre}"
+        )
     if model["unk_token"] is not None and (missing := ALPHABET.keys() - model["vocab"].keys()):
-        raise refusal("unk_token", model["unk_token"], f"{len(missing)} bytes become it, llama.cpp drops them")
+        raise refusal(
+            "unk_token", model["unk_token"], f"{len(missing)} bytes become it, llama.cpp drops them"
+        )
 
 
 def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
@@ -217,7 +252,11 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     names = {i: (text, NORMAL) for text, i in state["model"]["vocab"].items()}
     for added in state["added_tokens"]:
         if eats := [flag for flag in ("lstrip", "rstrip", "single_word") if added[flag]]:
-            raise refusal("an added token", added["content"], f"it has {eats[0]}, which llama.cpp does not know")
+            raise refusal(
+                "an added token",
+                added["content"],
+                f"it has {eats[0]}, which llama.cpp does not know",
+            )
         names[added["id"]] = (added["content"], CONTROL if added["special"] else USER_DEFINED)
     if (last := max(names)) >= size:
         raise refusal("a token", names[last][0], f"it has the id {last}, the model {size} ids")
@@ -239,27 +278,40 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
     require_known("dtype", dtype, DTYPES)
     kind = read_json(folder / "config.json").get("model_type")
     if kind not in FAMILIES:
-        raise InputError(f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}")
+        raise InputError(
+            f"{folder} has the model_type {kind!r:.80}: known are {', '.join(FAMILIES)}"
+        )
     import torch
 
     from specnb.lm.hf.files import load_network, tokenizer_vocabulary
 
     model, tokenizer = load_network(str(folder), dtype=torch.float32)
     if tokenizer is None:
-        raise InputError(f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained")
+        raise InputError(
+            f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained"
+        )
     arch, config = FAMILIES[kind]["arch"], model.config
     # asked for of Mamba too, which has none; LFM2's is not its config's `intermediate_size`
-    widths = [w.shape[0] for name, w in model.state_dict().items() if name.endswith(FEED_FORWARD)] or [0]
+    widths = [
+        w.shape[0] for name, w in model.state_dict().items() if name.endswith(FEED_FORWARD)
+    ] or [0]
     keys = family_keys(kind, config) | {f"{arch}.feed_forward_length": widths[0]}
     keys |= {"general.name": folder.resolve().name, "general.file_type": FILE_TYPES[dtype]}
-    keys |= tokenizer_keys(tokenizer, tokenizer_vocabulary(tokenizer, config, model.generation_config))
+    keys |= tokenizer_keys(
+        tokenizer, tokenizer_vocabulary(tokenizer, config, model.generation_config)
+    )
     with writing(dest):
         _write(dest, arch, keys, model, _changes(kind, config), dtype)
     return dest
 
 
 def _write(
-    dest: Path, arch: str, keys: Mapping[str, Key], model: "PreTrainedModel", changes: Mapping[str, Change], dtype: str
+    dest: Path,
+    arch: str,
+    keys: Mapping[str, Key],
+    model: "PreTrainedModel",
+    changes: Mapping[str, Change],
+    dtype: str,
 ) -> None:
     """Write the keys, then each tensor by its GGUF name; a tied output is the embedding.
 
@@ -269,21 +321,32 @@ def _write(
 
     writer = GGUFWriter(dest, arch)
     # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
-    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     for key, value in keys.items():
         add.get(type(value), writer.add_array)(key, value)
     names = get_tensor_name_map(MODEL_ARCH[arch.upper()], model.config.num_hidden_layers)
     for source, weight in model.state_dict().items():
         if source == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
-        name = names.get_name(source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias"))
-        change = next((change for ending, change in changes.items() if source.endswith(ending)), lambda w: w)
+        name = names.get_name(
+            source.replace("dt_bias", "dt_proj.bias"), try_suffixes=(".weight", ".bias")
+        )
+        change = next(
+            (change for ending, change in changes.items() if source.endswith(ending)), lambda w: w
+        )
         values, stored = change(weight).contiguous().numpy(), dtype if weight.dim() == 2 else "f32"
         kind = GGMLQuantizationType[stored.upper()]
         with np.errstate(over="ignore"):
             packed = quantize(values, kind)
         if not np.isfinite(values).all() or (stored == "f16" and not np.isfinite(packed).all()):
-            raise InputError(f"{name} has values that {stored} does not hold: damaged, or write it with dtype='f32'")
+            raise InputError(
+                f"{name} has values that {stored} does not hold: damaged, or write it with dtype='f32'"
+            )
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -33,7 +33,12 @@ END_OF_TURN = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT] "
     "<｜end▁of▁sentence｜> <end_of_utterance>".encode().split()
 )
-NORMALIZER_KEYS = ("add_space_prefix", "remove_extra_whitespaces", "normalizer.lowercase", "normalizer.strip_accents")
+NORMALIZER_KEYS = (
+    "add_space_prefix",
+    "remove_extra_whitespaces",
+    "normalizer.lowercase",
+    "normalizer.strip_accents",
+)
 _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 
 
@@ -91,14 +96,18 @@ def build(name: str, file: Path, dest: Path) -> Path:
 def build_all(folder: Path, dest: Path) -> list[Path]:
     """Make every list from the source files in `folder`, and SHA256SUMS beside the lists."""
     paths = [build(name, folder / source.file_name, dest) for name, source in sources().items()]
-    sums = "".join(f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths))
+    sums = "".join(
+        f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in sorted(paths)
+    )
     write_atomic(dest / SUMS, sums.encode())
     return paths
 
 
 def digest_pieces(pieces: Iterable[bytes]) -> str:
     """Return the sha256 over all pieces in order, each behind its length."""
-    lengths_pieces = (part for piece in pieces for part in (len(piece).to_bytes(4, "little"), piece))
+    lengths_pieces = (
+        part for piece in pieces for part in (len(piece).to_bytes(4, "little"), piece)
+    )
     return hashlib.sha256(b"".join(lengths_pieces)).hexdigest()
 
 
@@ -132,7 +141,11 @@ def write(path: Path, header: Path, source: Source) -> Path:
         "chat_template": vocab.chat_template,
     }
     ids = range(vocab.size)
-    columns = [list(vocab.pieces), [i in vocab.special for i in ids], [i in described.added for i in ids]]
+    columns = [
+        list(vocab.pieces),
+        [i in vocab.special for i in ids],
+        [i in described.added for i in ids],
+    ]
     kinds = {"piece": pa.binary(), "special": pa.bool_(), "added": pa.bool_()}
     schema = pa.schema([pa.field(name, kind, nullable=False) for name, kind in kinds.items()])
     buffer = io.BytesIO()
@@ -164,8 +177,13 @@ def end_of_turn(header: Path) -> int | None:
 
 def normalizer(header: Path) -> str | None:
     """The flags of the normalizer that a header states."""
-    stated = [(key, read_header(header).values.get(f"tokenizer.ggml.{key}")) for key in NORMALIZER_KEYS]
-    return ", ".join(f"{key} {str(value).lower()}" for key, value in stated if isinstance(value, bool)) or None
+    stated = [
+        (key, read_header(header).values.get(f"tokenizer.ggml.{key}")) for key in NORMALIZER_KEYS
+    ]
+    return (
+        ", ".join(f"{key} {str(value).lower()}" for key, value in stated if isinstance(value, bool))
+        or None
+    )
 
 
 def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
@@ -178,9 +196,14 @@ def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
         tokens, merges = _tokenizer_json(json.loads(data))
     first = max(tokens) + 1
     for i, text in enumerate(source.added, start=first):
-        tokens[i] = (text, CONTROL if looks_control(text) or text in source.control else USER_DEFINED)
+        tokens[i] = (
+            text,
+            CONTROL if looks_control(text) or text in source.control else USER_DEFINED,
+        )
     size = source.vocab_size or max(tokens) + 1
-    _write_gguf(scratch, source, [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)], merges)
+    _write_gguf(
+        scratch, source, [tokens.get(i, (f"[PAD{i}]", UNUSED)) for i in range(size)], merges
+    )
     return scratch
 
 
@@ -192,7 +215,9 @@ def without_padding(described: Description) -> Description:
         n -= 1
     pieces = vocab.pieces[:n] + (b"",) * (vocab.size - n)
     vocab = replace(vocab, pieces=pieces, special=frozenset(i for i in vocab.special if i < n))
-    return replace(described, vocab=vocab, n_tokens=n, added=frozenset(i for i in described.added if i < n))
+    return replace(
+        described, vocab=vocab, n_tokens=n, added=frozenset(i for i in described.added if i < n)
+    )
 
 
 def looks_control(text: str) -> bool:
@@ -235,14 +260,18 @@ def _tokenizer_json(tokenizer: dict) -> tuple[dict[int, tuple[str, int]], list[s
     for token in tokenizer["added_tokens"]:
         control = token["special"] or looks_control(token["content"])
         tokens[token["id"]] = (token["content"], CONTROL if control else USER_DEFINED)
-    return tokens, [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    return tokens, [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]
+    ]
 
 
 def _spelled(token: bytes) -> str:
     return "".join(_LETTERS[byte] for byte in token)
 
 
-def _write_gguf(path: Path, source: Source, tokens: list[tuple[str, int]], merges: list[str] | None) -> None:
+def _write_gguf(
+    path: Path, source: Source, tokens: list[tuple[str, int]], merges: list[str] | None
+) -> None:
     from gguf import GGUFWriter
 
     writer = GGUFWriter(path, "none")

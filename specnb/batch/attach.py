@@ -93,22 +93,30 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> str:
         """Return the reply to a GET, or to a POST of `body`. Raises ServerError."""
         key = "".join(os.environ.get(KEY, "").split())  # a line break would make an error quote it
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {key}"} if key else {}
+        )
         deadline_s = perf_counter() + self.timeout_s
         data = bytearray()
         with (
             reaching(f"{self.place}{path}"),
-            closing(self.connect(self.url.hostname, self.url.port, timeout=self.timeout_s)) as connection,
+            closing(
+                self.connect(self.url.hostname, self.url.port, timeout=self.timeout_s)
+            ) as connection,
         ):
             path = self.url.path.rstrip("/") + path
             connection.request("POST" if body else "GET", path, body and json.dumps(body), headers)
             reply = connection.getresponse()
             if reply.status != 200:
-                raise ValueError(f"status {reply.status} {reply.reason}, expected 200; redirects are not followed")
+                raise ValueError(
+                    f"status {reply.status} {reply.reason}, expected 200; redirects are not followed"
+                )
             while chunk := reply.read1(1 << 16):
                 data += chunk
                 if len(data) > MAX_REPLY or perf_counter() > deadline_s:
-                    raise ValueError(f"{len(data)} bytes so far, expected at most {MAX_REPLY} in {self.timeout_s:g} s")
+                    raise ValueError(
+                        f"{len(data)} bytes so far, expected at most {MAX_REPLY} in {self.timeout_s:g} s"
+                    )
             return data.decode()
 
     def metrics(self) -> str:
@@ -127,10 +135,15 @@ class Server:
                 facts["build"] = str(json.loads(self.ask(path)).get(field))
             return facts
 
-    def measure(self, prompt: Prompt, k: int | None, settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    def measure(
+        self, prompt: Prompt, k: int | None, settings: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], str]:
         """Send a prompt; return the reply's counts and time, and its text. Raises ServerError."""
         messages = [message.model_dump() for message in prompt.messages or ()]
-        body: dict[str, Any] = {"messages": messages or [{"role": "user", "content": prompt.text}], "seed": 0}
+        body: dict[str, Any] = {
+            "messages": messages or [{"role": "user", "content": prompt.text}],
+            "seed": 0,
+        }
         body |= {"cache_prompt": False, "return_meta_info": True, **settings}
         if k is not None:
             body["speculative.n_max"] = k
@@ -140,13 +153,20 @@ class Server:
             reply = json.loads(self.ask("/v1/chat/completions", body))
             wall_s = perf_counter() - start_s
             after = self.metrics()
-            counts = read_counters(after, before) if COUNTERS.search(after) else next(counts_in(reply), {})
+            counts = (
+                read_counters(after, before)
+                if COUNTERS.search(after)
+                else next(counts_in(reply), {})
+            )
             message = reply["choices"][0]["message"]
             has_rounds = counts and "draft_n_accepted" not in counts
-            accepted, drafted, _ = read_counts(counts, None, prompt.id) if has_rounds else Request((), ())
+            accepted, drafted, _ = (
+                read_counts(counts, None, prompt.id) if has_rounds else Request((), ())
+            )
             row = {
                 "n_tokens": int(reply["usage"]["completion_tokens"]),
-                "seconds": float(reply.get("timings", {}).get("predicted_ms", 1000 * wall_s)) / 1000,
+                "seconds": float(reply.get("timings", {}).get("predicted_ms", 1000 * wall_s))
+                / 1000,
                 "sha256": digest(message),
                 "drafted": int(counts.get("draft_n", sum(drafted))),
                 "accepted": int(counts.get("draft_n_accepted", sum(accepted))),
@@ -156,15 +176,27 @@ class Server:
             return row, message["content"]
 
 
-def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = silent) -> dict[str, Any]:
+def attach(
+    params: ServerParams, chosen: Sequence[Prompt], progress: Progress = silent
+) -> dict[str, Any]:
     """Run prompts on a server, and return the measurements, a fingerprint of its build.
 
     If a run ends early, `error` gives the reason, and the replies so far are included. Raises
     InputError for an invalid URL, and ServerError for a server that cannot be identified.
     """
     server = Server(params.server, params.timeout_s)
-    document: dict[str, Any] = {"server": server.place, **server.identify(), "prompts_sha256": digest_prompts(chosen)}
-    document |= {"max_new_tokens": params.max_new_tokens, "runs": [], "drafted_at_0": 0, "audit": None, "error": ""}
+    document: dict[str, Any] = {
+        "server": server.place,
+        **server.identify(),
+        "prompts_sha256": digest_prompts(chosen),
+    }
+    document |= {
+        "max_new_tokens": params.max_new_tokens,
+        "runs": [],
+        "drafted_at_0": 0,
+        "audit": None,
+        "error": "",
+    }
     settings = {"model": document["model"], "max_tokens": params.max_new_tokens, "temperature": 0.0}
     texts = []
     try:
@@ -182,7 +214,12 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
             progress(done, len(jobs), f"{prompt.id}, T = {temperature:g}, {way}")
             where, k = ways[way]
             row, text = where.measure(prompt, k, settings | {"temperature": temperature})
-            place = {"prompt": prompt.id, "category": prompt.category, "temperature": temperature, "way": way}
+            place = {
+                "prompt": prompt.id,
+                "category": prompt.category,
+                "temperature": temperature,
+                "way": way,
+            }
             document["runs"].append(place | row)
             if not temperature:
                 texts.append((prompt, way, text))
@@ -190,7 +227,13 @@ def attach(params: ServerParams, chosen: Sequence[Prompt], progress: Progress = 
         if params.target:
             with closing(load(params.target)) as model:
                 foreign = [
-                    ForeignText(id=prompt.id, source=way, control=PLAIN, prompt=prompt_ids(model, prompt), output=text)
+                    ForeignText(
+                        id=prompt.id,
+                        source=way,
+                        control=PLAIN,
+                        prompt=prompt_ids(model, prompt),
+                        output=text,
+                    )
                     for prompt, way, text in texts
                 ]
                 document["audit"] = audit_texts(model, foreign, progress=progress).document()
@@ -221,7 +264,10 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     rows = []
     for temperature, part in runs.groupby("temperature"):
         contents = {"all": part} | dict(iter(part.groupby("category", sort=False)))
-        rows += [{"content": name, "temperature": temperature} | _judge_part(of, cost) for name, of in contents.items()]
+        rows += [
+            {"content": name, "temperature": temperature} | _judge_part(of, cost)
+            for name, of in contents.items()
+        ]
     first = rows[0]
     line = "Whether speculation pays cannot be known without plain replies: give --plain."
     option = ""
@@ -272,23 +318,42 @@ def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
     }
     if not cost or PLAIN not in {*runs["way"]}:
         return row
-    timed = [Timed(run.way, run.prompt, 0, run.n_tokens, run.seconds, (run.sha256,), None) for run in runs.itertuples()]
+    timed = [
+        Timed(run.way, run.prompt, 0, run.n_tokens, run.seconds, (run.sha256,), None)
+        for run in runs.itertuples()
+    ]
     speed = tabulate_speeds(timed, baseline=PLAIN).set_index("method").loc[DRAFTED]
-    row |= speed[["speedup", "low", "high", "identical"]].to_dict() | {"verdict": pays(speed["low"], speed["high"])}
+    row |= speed[["speedup", "low", "high", "identical"]].to_dict() | {
+        "verdict": pays(speed["low"], speed["high"])
+    }
     if requests := requests_of(runs):
-        best = advise(sweep_log(requests, [cost], max(max(request.drafted) for request in requests)))
-        row |= {"best_k": best["k"], "predicted": best["speedup"], "best_low": best["low"], "best_high": best["high"]}
+        best = advise(
+            sweep_log(requests, [cost], max(max(request.drafted) for request in requests))
+        )
+        row |= {
+            "best_k": best["k"],
+            "predicted": best["speedup"],
+            "best_low": best["low"],
+            "best_high": best["high"],
+        }
     return row
 
 
-def _find_faults(document: Mapping[str, Any], runs: pd.DataFrame, greedy: Mapping[str, Any]) -> list[dict[str, str]]:
+def _find_faults(
+    document: Mapping[str, Any], runs: pd.DataFrame, greedy: Mapping[str, Any]
+) -> list[dict[str, str]]:
     """Return suspected faults; `greedy` is the row of all greedy replies."""
     requests = requests_of(runs[runs["temperature"] == 0])
     faults = find_faults(requests) if requests else []
     if drafted := document["drafted_at_0"]:
-        faults.append(describe_fault("K ignored", f"K = 0 was requested, and {drafted} tokens were drafted"))
+        faults.append(
+            describe_fault("K ignored", f"K = 0 was requested, and {drafted} tokens were drafted")
+        )
     differ = greedy["n_prompts"] - greedy.get("identical", greedy["n_prompts"])
-    audit = document["audit"] or {"line": "near-ties? give --target", "sources": [{"verdict": "hard"}]}
+    audit = document["audit"] or {
+        "line": "near-ties? give --target",
+        "sources": [{"verdict": "hard"}],
+    }
     if differ and any(source["verdict"] == "hard" for source in audit["sources"]):
         evidence = f"{differ} greedy texts differ from plain decoding ({audit['line']})"
         faults.append(describe_fault("text differs", evidence))
@@ -308,19 +373,36 @@ def compare_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding:
     drafting: another greedy text, or the counts. cost: the interval of the ratio of speeds lies
     beyond MOVED.
     """
-    old_runs, new_runs = (pd.DataFrame(build["runs"]).query("temperature == 0") for build in (old, new))
+    old_runs, new_runs = (
+        pd.DataFrame(build["runs"]).query("temperature == 0") for build in (old, new)
+    )
     both = old_runs.merge(new_runs, on=["prompt", "way"], suffixes=("", "_new"))
     comparable = all(old[name] == new[name] for name in ("prompts_sha256", "max_new_tokens"))
     if not comparable or old["error"] or new["error"] or len(both) < FEWEST:
-        return Finding("builds", "cannot know", f"{len(both)} replies in common, expected {FEWEST} to the same prompts")
-    text, *counts = (both[name] != both[f"{name}_new"] for name in ("sha256", "drafted", "accepted"))
+        return Finding(
+            "builds",
+            "cannot know",
+            f"{len(both)} replies in common, expected {FEWEST} to the same prompts",
+        )
+    text, *counts = (
+        both[name] != both[f"{name}_new"] for name in ("sha256", "drafted", "accepted")
+    )
     of_plain = both["way"] == (PLAIN if PLAIN in {*both["way"]} else DRAFTED)
-    for kind, moved in {"arithmetic": text & of_plain, "drafting": text | counts[0] | counts[1]}.items():
+    for kind, moved in {
+        "arithmetic": text & of_plain,
+        "drafting": text | counts[0] | counts[1],
+    }.items():
         if moved.any():
-            return Finding("builds", kind, f"{moved.sum()} replies moved: {', '.join(both['prompt'][moved])}")
+            return Finding(
+                "builds", kind, f"{moved.sum()} replies moved: {', '.join(both['prompt'][moved])}"
+            )
     for way, rows in both.groupby("way"):
         ratio = interval(rows[["n_tokens", "seconds_new", "n_tokens", "seconds"]], rate_ratio)
         if ratio.low > MOVED or ratio.high < 1 / MOVED:
             ends = f"95 % CI {ratio.low:.2f} to {ratio.high:.2f}"
-            return Finding("builds", "cost", f"{way} replies are equal, at {ratio.value:.2f} times the speed ({ends})")
+            return Finding(
+                "builds",
+                "cost",
+                f"{way} replies are equal, at {ratio.value:.2f} times the speed ({ends})",
+            )
     return Finding("builds", "nothing", f"{len(both)} replies are equal")

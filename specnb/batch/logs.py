@@ -208,11 +208,15 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
                 n_tokens += request.n_tokens
                 largest_k = max(largest_k, *request.drafted)
             if (cells := n_tokens * (largest_k or 1)) > MAX_CELLS:
-                raise InputError(f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it")
+                raise InputError(
+                    f"{path} has {cells} tokens times K, expected at most {MAX_CELLS}: split it"
+                )
     if not requests:
         raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
     if not largest_k:
-        raise InputError(f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k")
+        raise InputError(
+            f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k"
+        )
     return requests
 
 
@@ -254,9 +258,13 @@ def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, 
     sums = (fewest.sum(1) <= n_accepted) & (n_accepted <= most.sum(1))
     fits = np.flatnonzero((fewest <= most).all(1) & sums)
     if not len(fits):
-        raise ValueError(f"no number of rounds fits {accepted} of {drafted} accepted, {length} and {rates}")
+        raise ValueError(
+            f"no number of rounds fits {accepted} of {drafted} accepted, {length} and {rates}"
+        )
     middle = fits[len(fits) // 2]
-    counts = fewest[middle] + _fill(most[middle] - fewest[middle], n_accepted - fewest[middle].sum())
+    counts = fewest[middle] + _fill(
+        most[middle] - fewest[middle], n_accepted - fewest[middle].sum()
+    )
     first, n, last = rounds[fits[[0, len(fits) // 2, -1]], 0].tolist()
     return _histogram(counts.astype(int).tolist(), n, n_drafted) | {"rounds": (first, last)}
 
@@ -267,7 +275,9 @@ def _histogram(reached: list[int], rounds: int, drafted: int) -> dict[str, Any]:
     Drafts may be shorter than K, as at the end of a text.
     """
     if not sum(reached) <= drafted <= rounds * len(reached):
-        raise ValueError(f"{drafted} draft tokens do not fit {rounds} rounds that accepted {reached}")
+        raise ValueError(
+            f"{drafted} draft tokens do not fit {rounds} rounds that accepted {reached}"
+        )
     histogram = [n - more for n, more in pairwise([rounds, *reached, 0])]
     return {"acceptance_histogram": histogram, "num_spec_tokens": len(reached), "draft_n": drafted}
 
@@ -312,7 +322,9 @@ def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request
         request = validated(shape, counts, place).request(k)
         accepted, drafted, *_ = request
         if len(accepted) != len(drafted):
-            raise ValueError(f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones")
+            raise ValueError(
+                f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones"
+            )
         for a, d in zip(accepted, drafted, strict=True):
             if not 0 <= a <= d:
                 raise ValueError(f"got a round with {a} of {d} draft tokens accepted")
@@ -339,12 +351,17 @@ def by_position(requests: Sequence[Request]) -> pd.DataFrame:
     Of `tested` rounds, `accepted` accepted the draft token at this position; `alpha` is the ratio.
     `tau` would be the tokens per round if each of these rounds had ended its draft there.
     """
-    accepted, drafted = (np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True))
+    accepted, drafted = (
+        np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True)
+    )
     tested = np.minimum(accepted + 1, drafted)
     table = pd.DataFrame({"position": range(1, drafted.max() + 1)})
     for name, counts in {"accepted": accepted, "tested": tested}.items():
         table[name] = [(counts >= place).sum() for place in table["position"]]
-    return table.assign(alpha=table["accepted"] / table["tested"], tau=1 + table["accepted"].cumsum() / len(accepted))
+    return table.assign(
+        alpha=table["accepted"] / table["tested"],
+        tau=1 + table["accepted"].cumsum() / len(accepted),
+    )
 
 
 def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[str, str]]:
@@ -357,12 +374,17 @@ def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[
     every = Share.of(table["accepted"].sum(), table["tested"].sum())
     signs = []
     if k not in (None, len(table)):
-        signs.append(("K ignored", f"rounds drafted up to {len(table)} tokens, K = {k} was requested"))
+        signs.append(
+            ("K ignored", f"rounds drafted up to {len(table)} tokens, K = {k} was requested")
+        )
     signs += signs_by_position(alphas)
     if every.low > PERFECT:
         signs.append(("all accepted", f"{every} tested draft tokens were accepted"))
     if alphas[0].hits > CHANCE:
-        signs = [("near zero, above chance" if name == "near zero" else name, evidence) for name, evidence in signs]
+        signs = [
+            ("near zero, above chance" if name == "near zero" else name, evidence)
+            for name, evidence in signs
+        ]
     return [describe_fault(name, evidence) for name, evidence in signs]
 
 
@@ -391,11 +413,24 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
     rows = []
     n = len(requests)
     for cost, (k, *counts) in product(costs, zip(ks, *filled, strict=True)):
-        taus = [sum(c.n_tokens for c in of_gaps) / sum(c.rounds for c in of_gaps) for of_gaps in counts]
+        taus = [
+            sum(c.n_tokens for c in of_gaps) / sum(c.rounds for c in of_gaps) for of_gaps in counts
+        ]
         middle, never, always = (_speedup(of_gaps, cost) for of_gaps in counts)
         ends = np.fmin(never.low, never.value), np.fmax(always.high, always.value)
         rows.append((cost.name, k, *taus, middle.value, *ends, k == logged, n))
-    columns = ["machine", "k", "tau", "tau_low", "tau_high", "speedup", "low", "high", "own", "n_requests"]
+    columns = [
+        "machine",
+        "k",
+        "tau",
+        "tau_low",
+        "tau_high",
+        "speedup",
+        "low",
+        "high",
+        "own",
+        "n_requests",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -13,7 +13,9 @@ from specnb import store
 from specnb.batch.run import place
 from specnb.io import reading, write_atomic
 
-RECORD = re.compile(rf"(?:{store.NAME.pattern}/)+(?:{re.escape(store.FAILED)}/)?({store.RUN}|{store.OLDER_ROUNDS})")
+RECORD = re.compile(
+    rf"(?:{store.NAME.pattern}/)+(?:{re.escape(store.FAILED)}/)?({store.RUN}|{store.OLDER_ROUNDS})"
+)
 """Keys of a record's files; no folder but that of a failed run begins with a period."""
 OVERVIEW = """
     SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
@@ -51,7 +53,16 @@ def local_copy(results: str | None) -> Iterator[Path]:
 def overview(results: Path) -> pd.DataFrame:
     """Return one row per run, oldest first; `differs` has the parameters that runs do not share."""
     table = store.query(OVERVIEW, results)
-    texts = table["differs"].map(lambda text: [f"{name}={value}" for name, value in json.loads(text).items()])
-    shared = texts.map(set).groupby(table["experiment"]).transform(lambda sets: [set.intersection(*sets)] * len(sets))
-    differs = [", ".join(t for t in parts if t not in common) for parts, common in zip(texts, shared, strict=True)]
+    texts = table["differs"].map(
+        lambda text: [f"{name}={value}" for name, value in json.loads(text).items()]
+    )
+    shared = (
+        texts.map(set)
+        .groupby(table["experiment"])
+        .transform(lambda sets: [set.intersection(*sets)] * len(sets))
+    )
+    differs = [
+        ", ".join(t for t in parts if t not in common)
+        for parts, common in zip(texts, shared, strict=True)
+    ]
     return table.assign(differs=differs)

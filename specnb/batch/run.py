@@ -117,7 +117,9 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
         if status != "killed" or attempt > job.retries:
             break
         time.sleep(attempt)  # the dead process may still hold the lock of the folder
-    return Ended(job.run_id, job.params, status, time.perf_counter() - clock, error, attempt, job.folder)
+    return Ended(
+        job.run_id, job.params, status, time.perf_counter() - clock, error, attempt, job.folder
+    )
 
 
 def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
@@ -145,7 +147,9 @@ def run_job() -> None:
     remote = "://" in job.results
     try:
         with tempfile.TemporaryDirectory() if remote else nullcontext(job.results) as results:
-            outcome = run_notebook(Path(job.notebook), job.params, budget=job.budget, results=Path(results))
+            outcome = run_notebook(
+                Path(job.notebook), job.params, budget=job.budget, results=Path(results)
+            )
             # a completed run is not replaced
             if remote and (outcome.status == "completed" or not completed_notebook(job)):
                 _upload(Path(outcome.output).parent, *place(job.folder))
@@ -166,7 +170,10 @@ def _interrupt_at_end_of_input() -> None:
 
 def _upload(folder: Path, system: "FileSystem", path: str) -> None:
     """Copy the files of a run, the outcome last: a run with an outcome is complete."""
-    files = sorted((file for file in folder.rglob("*") if file.is_file()), key=lambda file: file.name == store.OUTCOME)
+    files = sorted(
+        (file for file in folder.rglob("*") if file.is_file()),
+        key=lambda file: file.name == store.OUTCOME,
+    )
     for file in files:
         with system.open_output_stream(f"{path}/{file.relative_to(folder).as_posix()}") as stream:
             stream.write(file.read_bytes())

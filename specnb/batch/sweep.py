@@ -49,7 +49,9 @@ def read_batch(path: Path) -> Batch:
     with reading(f"{path}: the YAML"):
         text = read_text(path)
         for event in yaml.parse(text):
-            if isinstance(event, yaml.AliasEvent):  # aliases may be recursive, or grow exponentially
+            if isinstance(
+                event, yaml.AliasEvent
+            ):  # aliases may be recursive, or grow exponentially
                 raise ValueError(f"alias {event.anchor!r}: write its value out")
         node = yaml.compose(text)
         document = node and _value_of(node)
@@ -79,19 +81,25 @@ def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Ba
     For a parameter that is itself a list, pass one list, or several as a list of lists.
     """
     usual = defaults(read_notebook(find_notebook(notebook)))
-    grid = {name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()}
+    grid = {
+        name: _values(value, isinstance(usual.get(name), list)) for name, value in params.items()
+    }
     return Batch(notebook=notebook, budget=budget, grid=grid)
 
 
 def _values(value: Any, is_list: bool) -> list[Any]:
     if isinstance(value, str) and not is_list:
         return [parsed(word) for word in comma_list(value)]
-    if isinstance(value, list) and (not is_list or (value and all(isinstance(item, list) for item in value))):
+    if isinstance(value, list) and (
+        not is_list or (value and all(isinstance(item, list) for item in value))
+    ):
         return value
     return [value]
 
 
-def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1) -> list[Job]:
+def jobs(
+    batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1
+) -> list[Job]:
     """Return one job per combination, checked as in `specnb run`, without duplicates.
 
     Raises InputError for invalid parameters, and for no runs or more than MAX_RUNS.
@@ -101,19 +109,27 @@ def jobs(batch: Batch, *, results: str, limit_s: float | None = None, retries: i
         raise InputError(f"{twice[0]} is in both parameters and grid: remove one of them")
     counts = {name: len(values) for name, values in batch.grid.items()}
     if not 1 <= (n := prod(counts.values())) <= MAX_RUNS:
-        raise InputError(f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it")
+        raise InputError(
+            f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it"
+        )
     by_id = {}
     for values in product(*batch.grid.values()):
         params = batch.parameters | dict(zip(batch.grid, values, strict=True))
         params, resolved = resolve_params(source, params, batch.budget)
         run_id = store.run_id(source.path.stem, resolved)
         budget = resolved.get("budget")
-        by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries)
+        by_id[run_id] = Job(
+            str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries
+        )
     return list(by_id.values())
 
 
 def run_sweep(
-    chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "", resources: Mapping[str, float] | None = None
+    chosen: Sequence[Job],
+    *,
+    workers: int = 1,
+    scheduler: str = "",
+    resources: Mapping[str, float] | None = None,
 ) -> Iterator[Ended]:
     """Run the jobs that have not completed. Yield the skipped jobs first, then each as it ends.
 
@@ -147,23 +163,30 @@ def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
                 time.sleep(0.1)
 
 
-def _on_dask(scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]) -> Iterator[Ended]:
+def _on_dask(
+    scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]
+) -> Iterator[Ended]:
     """Run jobs on a cluster; if a worker dies, its process ends and dask reassigns the job."""
     import distributed
 
     try:
         client = distributed.Client(scheduler, timeout=30)
     except (OSError, ValueError) as error:
-        raise FetchError(f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`") from error
+        raise FetchError(
+            f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`"
+        ) from error
     with client:
         jobs = {
-            client.submit(execute, job, set(), key=f"specnb-{job.run_id}", resources=resources): job for job in todo
+            client.submit(execute, job, set(), key=f"specnb-{job.run_id}", resources=resources): job
+            for job in todo
         }
         try:
             for future in distributed.as_completed(jobs):
                 job = jobs[future]
                 error = future.exception()
-                killed = Ended(job.run_id, job.params, "killed", error=str(error), folder=job.folder)
+                killed = Ended(
+                    job.run_id, job.params, "killed", error=str(error), folder=job.folder
+                )
                 yield killed if error else future.result()
         finally:
             client.cancel([future for future in jobs if not future.done()])

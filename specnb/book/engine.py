@@ -29,7 +29,9 @@ from specnb.params import BUDGET
 IOPUB_TIMEOUT_S = 60  # on a busy machine, outputs arrive late; nbclient's 4 s fail good runs
 MESSAGE_CHARS = 2000
 KERNEL_LOG = "kernel.log"
-NATIVE_OUTPUT_TO_LOG = "--IPKernelApp.capture_fd_output=False"  # ipykernel loses the last output before a crash
+NATIVE_OUTPUT_TO_LOG = (
+    "--IPKernelApp.capture_fd_output=False"  # ipykernel loses the last output before a crash
+)
 
 
 class NotebookOutcome(NamedTuple):
@@ -85,7 +87,9 @@ def run_notebook(
     }
     if "budget" in resolved:
         environment[BUDGET] = resolved["budget"]
-    with locked(folder / ".lock", "another process runs this notebook with the same parameters; wait"):
+    with locked(
+        folder / ".lock", "another process runs this notebook with the same parameters; wait"
+    ):
         before = folder / store.OUTCOME
         completed = before.is_file() and read_json(before).get("status") == "completed"
         again = ".again" if completed else ""
@@ -96,7 +100,12 @@ def run_notebook(
         problem = None
         try:
             with (folder / KERNEL_LOG).open("wb") as log:
-                launch = {"env": environment, "cwd": str(source.path.parent), "stdout": log, "stderr": log}
+                launch = {
+                    "env": environment,
+                    "cwd": str(source.path.parent),
+                    "stdout": log,
+                    "stderr": log,
+                }
                 _execute(source.path, output, given, launch, timeout_s, progress)
         except BaseException as error:
             problem = _describe(error, source.nb.cells)
@@ -118,12 +127,20 @@ def run_notebook(
                 duration_s=perf_counter() - start_s,
                 output=str(output),
             )
-            write_atomic(folder / f"outcome{again}.json", f"{json.dumps(outcome._asdict(), indent=1)}\n".encode())
+            write_atomic(
+                folder / f"outcome{again}.json",
+                f"{json.dumps(outcome._asdict(), indent=1)}\n".encode(),
+            )
     return outcome
 
 
 def _execute(
-    source: Path, output: Path, params: Mapping[str, Any], launch: dict[str, Any], timeout_s: int | None, progress: bool
+    source: Path,
+    output: Path,
+    params: Mapping[str, Any],
+    launch: dict[str, Any],
+    timeout_s: int | None,
+    progress: bool,
 ) -> None:
     """Execute a notebook with papermill; `launch` has the kernel's env, cwd, stdout and stderr.
 

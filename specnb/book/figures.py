@@ -42,7 +42,13 @@ def speedup_over_k(
         "y": "speedup",
         "facet_col": panel,
         "facet_col_wrap": PANELS,
-        "hover_data": {"at": False, "k": True, "tokens_per_s": True, "accepted": True, "drafted": True},
+        "hover_data": {
+            "at": False,
+            "k": True,
+            "tokens_per_s": True,
+            "accepted": True,
+            "drafted": True,
+        },
     }
     figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
     figure.update_traces(mode="lines+markers" if few else "lines")
@@ -50,7 +56,9 @@ def speedup_over_k(
         rows = _drafting(table, line, DODGE)
         look = looks(line, names, by=["symbol"]) | ({} if shape else error_bars(rows))
         for mark in px.scatter(rows, **axes, **look).data:
-            figure.add_trace(mark.update(marker_symbol=mark.marker.symbol + shape, showlegend=False))
+            figure.add_trace(
+                mark.update(marker_symbol=mark.marker.symbol + shape, showlegend=False)
+            )
         figure.add_scatter(
             x=[None],
             y=[None],
@@ -62,7 +70,9 @@ def speedup_over_k(
     name_panels(figure)
     if fastest > 1:
         figure.add_hline(fastest, line=STYLE["line"])
-        figure.add_scatter(x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"])
+        figure.add_scatter(
+            x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"]
+        )
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
     figure.update_yaxes(title_text="speedup (plain = 1)", col=1)
     if "lossless" in drawn and not drawn["lossless"].all():
@@ -105,7 +115,9 @@ def draw_verify_cost(curve: pd.DataFrame, *, title: str) -> go.Figure:
     times = (1000 * curve["median_s"]).map("{:.0f}".format).where(labeled, "")
     figure = px.line(curve, x="width", y="ratio", text=times, markers=True, template=template())
     figure.update_traces(textposition="top center", name="measured", showlegend=True)
-    for index, (name, ys) in enumerate({"extra tokens free": [1, 1], "n single steps": ends}.items(), start=2):
+    for index, (name, ys) in enumerate(
+        {"extra tokens free": [1, 1], "n single steps": ends}.items(), start=2
+    ):
         figure.add_scatter(x=ends, y=ys, mode="lines", name=name, **series(index))
     figure.update_xaxes(tickvals=widths[labeled])
     figure.update_yaxes(range=[0, 1.2 * curve["ratio"].max()])

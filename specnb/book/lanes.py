@@ -48,10 +48,15 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
     longest_s = max(plain.decode_s, drafted.decode_s)
     top = 0
     parts = []
-    for generation, title in ((plain, "plain decoding"), (drafted, f"{readable(drafted.drafter)}, K = {drafted.k}")):
+    for generation, title in (
+        (plain, "plain decoding"),
+        (drafted, f"{readable(drafted.drafter)}, K = {drafted.k}"),
+    ):
         seconds = generation.decode_s
         rate = f"{generation.tokens_per_s:.1f} tokens/s, {seconds:.1f} s"
-        parts.append(f'<text class="name" x="{LEFT}" y="{top + 26}">{escape(f"{title}: {rate}")}</text>')
+        parts.append(
+            f'<text class="name" x="{LEFT}" y="{top + 26}">{escape(f"{title}: {rate}")}</text>'
+        )
         lines = list(_lines(generation, vocab))
         for row, spans in enumerate(lines):
             parts.append(f'<text x="{LEFT}" y="{top + 60 + LINE * row}">{"".join(spans)}</text>')
@@ -66,7 +71,9 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
     label = escape(caption_of("One prompt, plainly and with drafts", record))
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{label}</title><style>{STYLE}</style>'
     svg = f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
-    publish_svg(svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record)
+    publish_svg(
+        svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record
+    )
     return SVG(svg)
 
 
@@ -97,10 +104,16 @@ def _ending(record: RunRecord) -> list[str]:
     row = k_sweep(record).iloc[-1]  # all contents, speculative
     n = row["n_prompts"]
     whole, over_fastest = (Estimate(*row[[*names]], n=n) for names in (RATIOS[:3], RATIOS[3:]))
-    speedups = live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
+    speedups = (
+        live_rows(record).query("k > 0").eval("n_decoded / seconds * plain_s / plain_decoded")
+    )
     first = speedups.iloc[0]
     best = f", the best case of {n}" if n > 1 and first == speedups.max() else ""
-    identical = f"; {row['identical']} of {n} texts the same to the last token" if row["temperature"] == 0 else ""
+    identical = (
+        f"; {row['identical']} of {n} texts the same to the last token"
+        if row["temperature"] == 0
+        else ""
+    )
     fastest = baseline(record)
     name = f"{fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s"
     quick = f" {QUICK.capitalize()}." if is_quick(record) else ""

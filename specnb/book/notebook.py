@@ -39,7 +39,9 @@ def notebooks() -> list[Path]:
     """Return the checkout's numbered notebooks (01_topic.ipynb). Raises InputError without one."""
     folder = project_dir() / "notebooks"
     if not folder.is_dir():
-        raise InputError(f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb")
+        raise InputError(
+            f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb"
+        )
     return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
 
 
@@ -86,7 +88,9 @@ def declared(code: str) -> dict[str, Any]:
     return defaults
 
 
-def resolve_params(source: Source, given: Mapping[str, Any], budget: str | None = None) -> tuple[dict[str, Any], ...]:
+def resolve_params(
+    source: Source, given: Mapping[str, Any], budget: str | None = None
+) -> tuple[dict[str, Any], ...]:
     """Check `given` against the parameters of a notebook; return the given values, and all values.
 
     The notebook's metadata may name a class of `specnb.params` as `{"specnb": {"params": NAME}}`.
@@ -119,7 +123,9 @@ def defaults(source: Source) -> dict[str, Any]:
 
 def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
     """Return the defaults of the `parameters` cell, and the class that checks them (or None)."""
-    cells = [cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])]
+    cells = [
+        cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])
+    ]
     models = {model.__name__: model for model in NotebookParams.__subclasses__()}
     with reading("the metadata `specnb`"):
         if name := source.nb.metadata.get("specnb", {}).get("params"):
@@ -150,7 +156,9 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
     for word in words:
         name, equals, text = word.partition("=")
         if not equals or name in values:
-            raise InputError(f"got {name!r} {'twice' if equals else 'alone'}, expected NAME=VALUE, each name once")
+            raise InputError(
+                f"got {name!r} {'twice' if equals else 'alone'}, expected NAME=VALUE, each name once"
+            )
         values[name] = parsed(text)
     return values
 
@@ -180,7 +188,9 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
         formatter.pop(pd.DataFrame, None)
         measures = params.sizes and getattr(params, "trace", "new") == "new"  # not an earlier run
         if measures and params.budget == "quick":
-            formatter.for_type(pd.DataFrame, lambda table: f'{table._repr_html_()}<p class="quick">{QUICK}</p>')
+            formatter.for_type(
+                pd.DataFrame, lambda table: f'{table._repr_html_()}<p class="quick">{QUICK}</p>'
+            )
     return params
 
 
@@ -200,7 +210,9 @@ def try_once(model: "LanguageModel", params: StartParams, drafter: str) -> "RunR
     settings = params.model_dump(include={"temperature", "max_new_tokens", "seed"})
     plain = partial(generate, model, **settings)
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
-    runs = sorted(interleaved(methods, chosen), key=lambda run: (run.prompt, run.method == "drafted"))
+    runs = sorted(
+        interleaved(methods, chosen), key=lambda run: (run.prompt, run.method == "drafted")
+    )
     study.generations += [run.generation for run in runs]
     study.measured["baseline"] = time_baseline(model, (chosen * 2)[:5]).model_dump()
     return study.record()

@@ -35,9 +35,16 @@ class PicturedFigure(go.Figure):
     _repr_html_ = None
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict, dict]:
-        bundle = {PLOTLY: json.loads(self.to_json()) | {"config": CONFIG}, "text/plain": self._title}
+        bundle = {
+            PLOTLY: json.loads(self.to_json()) | {"config": CONFIG},
+            "text/plain": self._title,
+        }
         look = {"width": self.layout.width, "height": self.layout.height, "alt": self._title}
-        return (bundle | {"image/png": self._picture}, {"image/png": look}) if self._picture else (bundle, {})
+        return (
+            (bundle | {"image/png": self._picture}, {"image/png": look})
+            if self._picture
+            else (bundle, {})
+        )
 
 
 def with_picture(figure: go.Figure) -> PicturedFigure:
@@ -48,13 +55,19 @@ def with_picture(figure: go.Figure) -> PicturedFigure:
 def draw(figure: go.Figure) -> tuple[PicturedFigure, dict[str, bytes], dict[str, str]]:
     """Return `figure` as notebooks show it, its images by suffix, and why images are missing."""
     drawn = PicturedFigure(figure.to_dict())
-    drawn.update_layout({side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")})
+    drawn.update_layout(
+        {side: figure.layout[side] or STYLE["layout"][side] for side in ("width", "height")}
+    )
     drawn._title = plain_text(figure.layout.title.text)
     try:
         images = browser().images(drawn.to_dict())
     except Exception as error:
         browser().close()
-        reason = str(error) if isinstance(error, InputError) else f"{EXPORT_FAILED} ({type(error).__name__})"
+        reason = (
+            str(error)
+            if isinstance(error, InputError)
+            else f"{EXPORT_FAILED} ({type(error).__name__})"
+        )
         sys.stderr.write(f"plotly only, no picture: {reason}\n")
         return drawn, {}, dict.fromkeys(("svg", "png", "pdf"), reason)
     drawn._picture = images.pop("still")
@@ -90,7 +103,12 @@ class Browser:
         kaleido = self._kaleido or await self._open()
         images = {}
         size = {side: spec["layout"][side] for side in ("width", "height")}
-        for name, kind, scale in (("svg", "svg", 1), ("still", "png", 1), ("png", "png", PNG_SCALE), ("pdf", "pdf", 1)):
+        for name, kind, scale in (
+            ("svg", "svg", 1),
+            ("still", "png", 1),
+            ("png", "png", PNG_SCALE),
+            ("pdf", "pdf", 1),
+        ):
             images[name] = await kaleido.calc_fig(spec, {"format": kind, "scale": scale, **size})
         return images
 
@@ -99,7 +117,9 @@ class Browser:
         from choreographer.browsers.chromium import Chromium
 
         path = Chromium.find_browser(skip_local=False)
-        if not path or not Path(path).is_file():  # checked here: a Kaleido without a browser leaks five threads
+        if (
+            not path or not Path(path).is_file()
+        ):  # checked here: a Kaleido without a browser leaks five threads
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
         await self._kaleido.open()

@@ -91,7 +91,9 @@ def publish(
     document["table"] = None if table is None else _table_facts(table)
     drawn, contents, skipped = draw(figure)
     script = Path(os.path.relpath(plotly_script(store.results_dir()), store.figures_dir(record)))
-    plot = drawn.to_html(full_html=False, include_plotlyjs=script.as_posix(), div_id=name, config=CONFIG)
+    plot = drawn.to_html(
+        full_html=False, include_plotlyjs=script.as_posix(), div_id=name, config=CONFIG
+    )
     contents["html"] = _page(document, drawn.layout.width, plot)
     _write_of_run(record, document | {"figure": drawn.to_json(), "skipped": skipped}, contents)
     return drawn
@@ -122,7 +124,9 @@ def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
 
 def _require_name(name: str) -> None:
     if not NAME.fullmatch(name):
-        raise InputError(f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit")
+        raise InputError(
+            f"figure name {name!r}: use 1 to 64 of a-z 0-9 _ -, the first a letter or digit"
+        )
 
 
 def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
@@ -151,8 +155,12 @@ def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
     file = folder / document["name"]
     for suffix in document["skipped"]:
         file.with_suffix(f".{suffix}").unlink(missing_ok=True)
-    document = document | {"files": {f"{file.name}.{suffix}": digest(data) for suffix, data in contents.items()}}
-    for suffix, data in (contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}).items():
+    document = document | {
+        "files": {f"{file.name}.{suffix}": digest(data) for suffix, data in contents.items()}
+    }
+    for suffix, data in (
+        contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}
+    ).items():
         write_atomic(file.with_suffix(f".{suffix}"), data)
 
 
@@ -173,7 +181,9 @@ def caption_of(title: str, record: RunRecord) -> str:
     # ids in the provenance contain no local folders; of several drafters, the first is named
     facts = record.provenance
     names = record.params | {m["role"]: m["id"] for m in reversed(facts.get("models", ()))}
-    models = " with ".join(readable(names[role]) for role in ("target", "drafter") if names.get(role))
+    models = " with ".join(
+        readable(names[role]) for role in ("target", "drafter") if names.get(role)
+    )
     machine = [f"on {facts['cpu']['model']} ({facts['cpu']['usable_cores']} cores)"]
     if "server" in record.measurements:  # on a machine that is not known
         machine = [f"on a server of {record.measurements['engine']}"]
@@ -193,7 +203,9 @@ def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
     return {"sha256": digest(csv), "rows": len(table), "columns": [*table], "records": rows}
 
 
-def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False) -> list[Path]:
+def publish_runs(
+    words: Sequence[str], figures: Path, results: Path, *, allow_dirty: bool = False
+) -> list[Path]:
     """Copy figures and records of runs into `figures/`, and write the gallery and the explorer.
 
     `words` are run ids, or names of notebooks, which stand for their latest run. Without words, the
@@ -204,14 +216,20 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
     the run was recorded. With `allow_dirty`, it publishes anyway and the sidecars record this.
     """
     files = results.rglob(store.RUN)
-    runs = [(store.load_record(file.parent), file.parent) for file in files if sidecars(file.parent / "figures")]
+    runs = [
+        (store.load_record(file.parent), file.parent)
+        for file in files
+        if sidecars(file.parent / "figures")
+    ]
     runs.sort(key=lambda each: each[0].ended)
     named = {name: folder for run, folder in runs for name in (run.experiment, run.run_id)}
     latest = {run.experiment: folder for run, folder in runs if run.status == "completed"}
     for word in words:
         require_known(f"run with figures in {results}", word, named)
     chosen = [named[word] for word in words] or list(latest.values())
-    figures_of = [(each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")]
+    figures_of = [
+        (each, folder / "figures") for folder in chosen for each in sidecars(folder / "figures")
+    ]
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         raise InputError(
@@ -222,7 +240,9 @@ def publish_runs(words: Sequence[str], figures: Path, results: Path, *, allow_di
         _copy_figure(sidecar | {"published_with_changes": changed}, source, figures)
     plotly_script(figures)
     page.write_page(SHIPPED, figures / "explorer.html")
-    for orphan in {*figures.glob("records/*.json")} - {figures / sidecar["record"] for sidecar in sidecars(figures)}:
+    for orphan in {*figures.glob("records/*.json")} - {
+        figures / sidecar["record"] for sidecar in sidecars(figures)
+    }:
         orphan.unlink()
     write_atomic(figures / "README.md", gallery(figures).encode())
     return chosen
@@ -235,8 +255,12 @@ def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
     files = {suffix: source / f"{name}.{suffix}" for suffix in SUFFIXES}
     contents = {suffix: read_bytes(file) for suffix, file in files.items() if file.is_file()}
     # the page loads the script of its new folder
-    contents["html"] = re.sub(rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"])
-    old, new = (store.record_beside_figures(folder, sidecar["run_id"]) for folder in (source, figures))
+    contents["html"] = re.sub(
+        rb'src="[./]*plotly\.min\.js"', b'src="plotly.min.js"', contents["html"]
+    )
+    old, new = (
+        store.record_beside_figures(folder, sidecar["run_id"]) for folder in (source, figures)
+    )
     write_atomic(new, read_bytes(old))
     _write(figures, sidecar, contents)
 
@@ -255,18 +279,28 @@ def sidecars(folder: Path) -> list[Sidecar]:
 def gallery(folder: Path) -> str:
     """Return the gallery as Markdown: figures by notebook with provenance, then the claims."""
     if not (published := sidecars(folder)):
-        raise InputError(f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`")
+        raise InputError(
+            f"no published figures in {folder}: run a notebook first, as in `specnb run 01_k_sweep`"
+        )
     parts = [GALLERY]
     for experiment, (*entries,) in groupby(published, key=itemgetter("experiment")):
         budget = entries[0]["params"].get("budget")
-        command = f"specnb run {experiment} --budget {budget}" if budget else f"python -m tests.benchmarks.{experiment}"
+        command = (
+            f"specnb run {experiment} --budget {budget}"
+            if budget
+            else f"python -m tests.benchmarks.{experiment}"
+        )
         parts += [f"## {experiment}\n\n`.venv/bin/{command}`\n", *map(_entry, entries)]
     parts.append("## Published claims\n")
-    for record in sorted(sidecars(folder / "records"), key=lambda record: str(record["experiment"])):
+    for record in sorted(
+        sidecars(folder / "records"), key=lambda record: str(record["experiment"])
+    ):
         if judged := record["measurements"].get("claims"):
             name = record["experiment"]
             table = claims.tabulate_claims(judged["rows"])
-            parts.append(f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n")
+            parts.append(
+                f"### [{name}](../notebooks/{name}.ipynb), run {record['run_id']}\n\n{table}\n"
+            )
     return "\n".join(parts)
 
 

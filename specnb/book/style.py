@@ -38,7 +38,9 @@ def series(index: int) -> dict[str, Any]:
     }
 
 
-def looks(column: str, names: Iterable[str], *, by: Sequence[str] = ("line_dash", "symbol")) -> dict[str, Any]:
+def looks(
+    column: str, names: Iterable[str], *, by: Sequence[str] = ("line_dash", "symbol")
+) -> dict[str, Any]:
     """Return arguments of plotly express that distinguish the values of `column`.
 
     They differ in color and in what `by` lists: `line_dash`, `symbol`, or both. `names` are all
@@ -48,7 +50,8 @@ def looks(column: str, names: Iterable[str], *, by: Sequence[str] = ("line_dash"
     names = [*dict.fromkeys(names)]
     sequences = {"color_discrete": COLORS, "line_dash": DASHES, "symbol": MARKERS}
     maps = {
-        f"{key}_map": dict(zip(names, cycle(sequences[key]), strict=False)) | {"all": sequences[key][-1]}
+        f"{key}_map": dict(zip(names, cycle(sequences[key]), strict=False))
+        | {"all": sequences[key][-1]}
         for key in ("color_discrete", *by)
     }
     shared = {"color": column, "category_orders": {column: names}, "template": template()}
@@ -71,7 +74,9 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
 
     `bars` are `error_bars` on the axis x.
     """
-    figure = px.scatter(rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars)
+    figure = px.scatter(
+        rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars
+    )
     figure.update_traces(marker_size=11)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(scattermode="group", scattergap=0.3)

@@ -17,7 +17,18 @@ ALL = "all"
 BUSY = "the machine was busy"
 """The verdict on times measured while other processes used some of the cores."""
 NOTHING = "–"
-LIVE = ["prompt_id", "category", "drafter", "temperature", "k", "tau", "n_decoded", "wall_s", "lossless", "loops"]
+LIVE = [
+    "prompt_id",
+    "category",
+    "drafter",
+    "temperature",
+    "k",
+    "tau",
+    "n_decoded",
+    "wall_s",
+    "lossless",
+    "loops",
+]
 """Fields of a generation that are columns of `live_rows`."""
 
 
@@ -32,7 +43,9 @@ def compact(frame: pd.DataFrame) -> pd.DataFrame:
         if below == "low" or below.endswith("_low"):
             above = below.removesuffix("low") + "high"
             shown[name] = [
-                NOTHING if pd.isna(value) else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
+                NOTHING
+                if pd.isna(value)
+                else f"{value:.2f}" + ("" if pd.isna(low) else f" [{low:.2f}, {high:.2f}]")
                 for value, low, high in frame[[name, below, above]].itertuples(index=False)
             ]
             shown = shown.drop(columns=[below, above])
@@ -96,12 +109,17 @@ def baseline(record: RunRecord) -> Baseline:
     plain = [g for g in record.generations if not g.k]
     seconds = sum(g.decode_s for g in plain)
     rate = sum(g.n_decoded for g in plain) / seconds if seconds else None
-    return Baseline.model_validate(record.measurements.get("baseline", {}) | {"live_tokens_per_s": rate})
+    return Baseline.model_validate(
+        record.measurements.get("baseline", {}) | {"live_tokens_per_s": rate}
+    )
 
 
 def busy(record: RunRecord) -> bool | None:
     """Return whether other processes disturbed the run or its cost curve; None if not recorded."""
-    parts = record.provenance.get("extra", {}).get("contention"), record.measurements.get("verify_curve")
+    parts = (
+        record.provenance.get("extra", {}).get("contention"),
+        record.measurements.get("verify_curve"),
+    )
     return max((part["busy"] for part in parts if part and part["busy"] is not None), default=None)
 
 
@@ -142,7 +160,16 @@ def replay_check(record: RunRecord) -> pd.DataFrame:
     both["tau_ratio"] = both["tau_replayed"] / both["tau"]
     both["speed_ratio"] = both["tokens_per_s_replayed"] / both["tokens_per_s"]
     return both[
-        ["temperature", "k", "tau", "tau_replayed", "tau_ratio", "tokens_per_s", "tokens_per_s_replayed", "speed_ratio"]
+        [
+            "temperature",
+            "k",
+            "tau",
+            "tau_replayed",
+            "tau_ratio",
+            "tokens_per_s",
+            "tokens_per_s_replayed",
+            "speed_ratio",
+        ]
     ]
 
 
@@ -155,11 +182,35 @@ def turns(record: RunRecord) -> pd.DataFrame:
     for turn, group in pd.DataFrame(record.measurements["turns"]).groupby("turn"):
         sums = group.sum(numeric_only=True)
         counts = group[["accepted", "drafted"]]
-        share = interval(counts, rate, log=False) if counts["drafted"].all() else (rate(counts), np.nan, np.nan)
+        share = (
+            interval(counts, rate, log=False)
+            if counts["drafted"].all()
+            else (rate(counts), np.nan, np.nan)
+        )
         tau = (sums["n_decoded"] + len(group)) / sums["rounds"]
         tokens = group["prompt_tokens"].mean()
-        rows.append((turn, len(group), tokens, sums["drafted"], sums["accepted"], *np.clip(share, 0, 1), tau))
-    columns = ["turn", "conversations", "prompt_tokens", "drafted", "accepted", "acceptance_rate", "low", "high", "tau"]
+        rows.append(
+            (
+                turn,
+                len(group),
+                tokens,
+                sums["drafted"],
+                sums["accepted"],
+                *np.clip(share, 0, 1),
+                tau,
+            )
+        )
+    columns = [
+        "turn",
+        "conversations",
+        "prompt_tokens",
+        "drafted",
+        "accepted",
+        "acceptance_rate",
+        "low",
+        "high",
+        "tau",
+    ]
     return pd.DataFrame(rows, columns=columns)
 
 
@@ -198,7 +249,17 @@ def fastest_k(rows: pd.DataFrame, by: list[str], record: RunRecord) -> pd.DataFr
     fastest = [group[group["k"] == k] for group, k in zip(groups, choices["k"], strict=True)]
     choices["without_loops"] = [_speedup_without(loops, of_group) for of_group in fastest]
     speeds = widen(speed_table(pd.concat(fastest), by), max(TERMS)).join(choices)
-    columns = ["k", "range", "longest", "speedup", "low", "high", "tau", "n_prompts", "without_loops"]
+    columns = [
+        "k",
+        "range",
+        "longest",
+        "speedup",
+        "low",
+        "high",
+        "tau",
+        "n_prompts",
+        "without_loops",
+    ]
     return speeds[[*by, *columns]]
 
 
@@ -273,16 +334,30 @@ def checks(record: RunRecord) -> pd.DataFrame:
     plain = live.query("k == 0")
     same = greedy.query("identical")
     forks = sum(fork["near_tie"] for fork in record.measurements["forks"])
-    sound = all(len(r.committed_ids) - 1 <= r.n_accepted <= r.k for g in record.generations for r in g.rounds)
+    sound = all(
+        len(r.committed_ids) - 1 <= r.n_accepted <= r.k
+        for g in record.generations
+        for r in g.rounds
+    )
     rows = [
-        ("greedy runs equal to the baseline, or forked at a near-tie", len(greedy), len(same) + forks),
-        ("runs of which every round commits at most n_accepted + 1 tokens", len(live), len(live) * sound),
+        (
+            "greedy runs equal to the baseline, or forked at a near-tie",
+            len(greedy),
+            len(same) + forks,
+        ),
+        (
+            "runs of which every round commits at most n_accepted + 1 tokens",
+            len(live),
+            len(live) * sound,
+        ),
         ("baselines with tau = 1", len(plain), (plain["tau"] == 1).sum()),
     ]
     if "replay" in record.measurements:
         replay = replay_rows(record, live=True).query("temperature == 0")
         equal = same.merge(replay, on=["prompt_id", "k", "rounds", "drafted", "accepted"])
-        rows.append(("greedy replays that make the rounds of their live run", len(same), len(equal)))
+        rows.append(
+            ("greedy replays that make the rounds of their live run", len(same), len(equal))
+        )
     return check_table(rows)
 
 

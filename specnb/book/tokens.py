@@ -85,7 +85,11 @@ def of_trace(trace: Trace, k: int, **wanted: object) -> list[RoundText]:
     for step in walk_recording(recording, FixedK(k), np.random.default_rng(recording.seed)):
         here = slice(step.at, step.at + step.n_accepted + 1)
         committed = recording.pieces[here]
-        drafts = recording.drafts[step.at][: step.drafted] if recording.drafts else committed[: step.n_accepted]
+        drafts = (
+            recording.drafts[step.at][: step.drafted]
+            if recording.drafts
+            else committed[: step.n_accepted]
+        )
         rounds.append(RoundText(drafts, step.drafted, step.n_accepted, committed, chances[here]))
     return rounds
 
@@ -106,14 +110,21 @@ def strip(rounds: Iterable[RoundText]) -> str:
     at = 0
     for number, each in enumerate(rounds, 1):
         spans = []
-        for piece, fate, chance in zip_longest(each.committed, each.fates, each.chances, fillvalue=""):
+        for piece, fate, chance in zip_longest(
+            each.committed, each.fates, each.chances, fillvalue=""
+        ):
             at += 1
             if fate == CORRECTION:  # the rejected draft tokens come before it
-                spans += [_tagged(REJECTED, text, f"round {number}: {REJECTED}") for text in _rejected(each)]
+                spans += [
+                    _tagged(REJECTED, text, f"round {number}: {REJECTED}")
+                    for text in _rejected(each)
+                ]
             text = html.escape(shown_text(piece, blank=" ")).replace("⏎", "⏎<br>")
             spans.append(_tagged(fate, text, f"token {at}, round {number}: {fate}{chance}"))
         parts.append(f'<span style="margin-right:3px">{"".join(spans)}</span>')
-    return f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
+    return (
+        f'<div style="{STRIP}"><p style="font-family:sans-serif">{legend}</p>{"".join(parts)}</div>'
+    )
 
 
 def _rejected(each: RoundText) -> list[str]:
@@ -136,16 +147,28 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     if not 1 <= number <= len(rounds):
         raise InputError(f"got round {number}, expected 1 to {len(rounds)}: give one of these")
     each = rounds[number - 1]
-    drafts = [*map(shown_text, each.drafts), *["(not recorded)"] * (each.drafted - len(each.drafts))]
-    accepted = ["yes"] * each.n_accepted + ["no" if each.ending == CORRECTION else each.ending] * bool(each.ending)
+    drafts = [
+        *map(shown_text, each.drafts),
+        *["(not recorded)"] * (each.drafted - len(each.drafts)),
+    ]
+    accepted = ["yes"] * each.n_accepted + [
+        "no" if each.ending == CORRECTION else each.ending
+    ] * bool(each.ending)
     rows = zip_longest(drafts, map(shown_text, each.committed), accepted)
     table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
     table.insert(0, "position", table.index + 1)
     rest = "after the rejection" if each.ending else "after the end"
-    return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})  # a bonus token has no draft
+    return table.fillna(
+        {"draft": "", "target_choice": "(not used)", "accepted": rest}
+    )  # a bonus token has no draft
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:
     """Return the text of a token with visible blanks and line breaks, or ∎ for an empty token."""
-    text = piece.decode("utf-8", errors="replace").replace("\n", "⏎").replace("\t", "⇥").replace(" ", blank)
+    text = (
+        piece.decode("utf-8", errors="replace")
+        .replace("\n", "⏎")
+        .replace("\t", "⇥")
+        .replace(" ", blank)
+    )
     return "".join(c if c.isprintable() else "�" for c in text) or "∎"

@@ -27,13 +27,28 @@ from specnb.io import project_dir
 from specnb.measure.auto import route_between
 from specnb.measure.bench import speed_table
 from specnb.measure.cost import THIS_MACHINE, Cost, CostCurve
-from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
+from specnb.measure.experiment import (
+    Progress,
+    check_prompts,
+    first_of_each,
+    prompts_of,
+    silent,
+    turns_of,
+)
 from specnb.measure.fork import explain_draft
 from specnb.measure.intervals import RATIOS, interval, rate
 from specnb.measure.machines import known_machines, machines
 from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.recording import Recording, Trace
-from specnb.measure.replay import ReplayStep, counts_of, expected_counts, oracle, route, seconds_of, walk_recording
+from specnb.measure.replay import (
+    ReplayStep,
+    counts_of,
+    expected_counts,
+    oracle,
+    route,
+    seconds_of,
+    walk_recording,
+)
 from specnb.measure.sweep import Sweep, plain_text_of
 from specnb.params import AdaptiveKParams
 from specnb.prompts import Prompt, read_jsonl
@@ -115,7 +130,11 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
             return chosen
 
         contents = params.categories[: params.live_contents]
-        live = [prompt for prompt in first_of_each(study.chosen, params.live_prompts) if prompt.category in contents]
+        live = [
+            prompt
+            for prompt in first_of_each(study.chosen, params.live_prompts)
+            if prompt.category in contents
+        ]
         study.run_live(methods, live, GREEDY, progress)
         study.measured["draft_forks"] = list(_draft_forks(study, trace))
         return ControllerStudy(study.record(), trace)
@@ -123,12 +142,20 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
 
 def _draft_forks(study: Sweep, trace: Trace) -> Iterator[dict[str, Any]]:
     """Yield the first draft token that differs from the replay, for live runs of draft models."""
-    models = {drafter.name: drafter.model for drafter in study.drafters if isinstance(drafter, ModelDrafter)}
+    models = {
+        drafter.name: drafter.model
+        for drafter in study.drafters
+        if isinstance(drafter, ModelDrafter)
+    }
     for live in study.generations:
         if live.drafter in models:
             steps = _walk(trace, live, study.costs[live.drafter])[1]
             if fork := explain_draft(models[live.drafter], live, steps):
-                key = {"prompt_id": live.prompt_id, "drafter": live.drafter, "policy": live.controller}
+                key = {
+                    "prompt_id": live.prompt_id,
+                    "drafter": live.drafter,
+                    "policy": live.controller,
+                }
                 yield key | fork.model_dump(mode="json")
 
 
@@ -152,11 +179,15 @@ def _kind(recording: Recording) -> str:
     """Return the content of a text; in a conversation, the kind of the answer."""
     if not _switches(recording):
         return recording.category
-    prompt, answer = (text.decode("utf-8", "replace") for text in (recording.prompt, b"".join(recording.pieces)))
+    prompt, answer = (
+        text.decode("utf-8", "replace") for text in (recording.prompt, b"".join(recording.pieces))
+    )
     return detect(prompt, answer)
 
 
-def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
+def _replayed(
+    trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine, drafter, content (including the conversation) and policy.
 
     The policies are the best fixed K of each content; `fixed K`, with the K > 0 that is best for all
@@ -168,9 +199,13 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
         for recording in trace.select(drafter=drafter).recordings:
             if recording.n_tokens > 1:
                 groups.setdefault(_content(recording), []).append(recording)
-        counts = {content: expected_counts(group, range(k_max + 1)) for content, group in groups.items()}
+        counts = {
+            content: expected_counts(group, range(k_max + 1)) for content, group in groups.items()
+        }
         for machine, cost in machines(drafter_cost, names).items():
-            times = {content: seconds_of(of_content, cost) for content, of_content in counts.items()}
+            times = {
+                content: seconds_of(of_content, cost) for content, of_content in counts.items()
+            }
             k = 1 + int(sum(by_k.sum(axis=0) for by_k in times.values())[1:].argmin())
             for content, group in groups.items():
                 by_k = times[content]
@@ -180,17 +215,27 @@ def _replayed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_m
                     (FIXED, "controller", by_k[:, k].tolist()),
                 ]
                 for name, control in controllers(cost, group[0]).items():  # they learn across texts
-                    walks = [counts_of(recording, walk_recording(recording, control)) for recording in group]
+                    walks = [
+                        counts_of(recording, walk_recording(recording, control))
+                        for recording in group
+                    ]
                     policies.append((name, "controller", [walk.seconds(cost) for walk in walks]))
                 row = {"machine": machine, "drafter": drafter, "content": content, "fixed_k": k}
                 plain_s = by_k[:, 0].sum()
                 for name, kind, seconds in policies:
-                    yield row | {"policy": name, "kind": kind, "seconds": seconds, "speedup": plain_s / sum(seconds)}
+                    yield row | {
+                        "policy": name,
+                        "kind": kind,
+                        "seconds": seconds,
+                        "speedup": plain_s / sum(seconds),
+                    }
                 bound_s = sum(oracle(recording, cost, k_max)[1] for recording in group)
                 yield row | {"policy": "oracle", "kind": "oracle", "speedup": plain_s / bound_s}
 
 
-def _routed(trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int) -> Iterator[dict[str, Any]]:
+def _routed(
+    trace: Trace, costs: Mapping[str, Cost], names: Sequence[str], k_max: int
+) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine and content: the router, and the best drafter and K.
 
     The router processes all texts as one stream and learns across them. `seconds`, `best_s` and
@@ -284,14 +329,18 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
     by = ["drafter", "policy"]
     live = [g for g in record.generations if g.k]
     rows = live_rows(record)  # the plain ones come first
-    policies = [g.controller or (FIXED if g.drafter in record.measurements["c"] else ROUTER) for g in live]
+    policies = [
+        g.controller or (FIXED if g.drafter in record.measurements["c"] else ROUTER) for g in live
+    ]
     rows["policy"] = [PLAIN] * (len(rows) - len(live)) + policies
     rows = rows[rows["prompt_id"].isin([g.prompt_id for g in live])]
     table = baseline(record).over(speed_table(rows, by))
     replays = check.groupby(by)[["plain_s", "seconds"]].sum()
     table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
     table["controller"] = table["policy"].map(label)
-    table["drafter"] = table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all drafters")
+    table["drafter"] = (
+        table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all drafters")
+    )
     counts = ["acceptance_rate", "tau", "identical", "n_prompts"]
     table = table.sort_values("speedup", ascending=False, ignore_index=True)
     return table[["controller", "drafter", "tokens_per_s", *RATIOS, "predicted", *counts]]
@@ -305,7 +354,13 @@ def draw_live(table: pd.DataFrame) -> go.Figure:
         f"Live, {best['controller']} ({best['drafter']}) is fastest: {best['over_fastest']:.2f} times<br>"
         "the speed of the fastest plain decoding of the same weights"
     )
-    figure = dots(rows, x="over_fastest", y="controller", by="drafter", **error_bars(rows, "over_fastest", "x"))
+    figure = dots(
+        rows,
+        x="over_fastest",
+        y="controller",
+        by="drafter",
+        **error_bars(rows, "over_fastest", "x"),
+    )
     figure.add_vline(best["over_fastest"] / best["speedup"], line_dash="dot")
     axis = "live speed (fastest plain decoding of the same weights = 1)<br>dotted: plain decoding in the same engine"
     return dress(figure, "worst", title_text=title, xaxis_title_text=axis)
@@ -322,7 +377,9 @@ def against_best(record: RunRecord) -> pd.DataFrame:
     is_best = rows["kind"] == "fixed"
     best = rows[is_best]
     # the best fixed K is the first row of each case
-    shares = rows["speedup"] / rows.groupby(["machine", "drafter", "content"])["speedup"].transform("first")
+    shares = rows["speedup"] / rows.groupby(["machine", "drafter", "content"])["speedup"].transform(
+        "first"
+    )
     best_k = best["policy"].str.removeprefix("best fixed K = ").astype(float)
     rows = pd.concat(
         [
@@ -342,7 +399,11 @@ def _replay_rows(record: RunRecord) -> pd.DataFrame:
 
 def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
     """Return a machine's rows of `against_best` for display: drafters and contents by policy."""
-    table = share.loc[machine].rename(index=label, level="policy").rename(index=readable, level="drafter")
+    table = (
+        share.loc[machine]
+        .rename(index=label, level="policy")
+        .rename(index=readable, level="drafter")
+    )
     return compact(table.rename_axis(columns="content").stack().unstack("policy", sort=False))
 
 
@@ -356,14 +417,25 @@ def routed(record: RunRecord) -> pd.DataFrame:
     rows = []
     for row in record.measurements["routed"]:
         rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
-        over_best, speedup = (Estimate(*interval([*pairs], rate), len(row["seconds"])) for pairs in rivals)
+        over_best, speedup = (
+            Estimate(*interval([*pairs], rate), len(row["seconds"])) for pairs in rivals
+        )
         drafted_by = ", ".join(f"{_label_arm(arm)} {n}" for arm, n in sorted(row["arms"].items()))
         drafter, _, k = row["best"].rpartition(", K = ")
         best = PLAIN if k == "0" else f"{readable(drafter)}, K = {k}"
         machine = _label_machine(row["machine"])
-        rows.append((machine, row["content"], f"{speedup:.2f}", f"{over_best:.2f}", best, drafted_by))
-    columns = ["predicted speedup", "predicted, over the best", "the best in hindsight", "rounds by drafter"]
-    return pd.DataFrame(rows, columns=["machine", "content", *columns]).set_index(["machine", "content"])
+        rows.append(
+            (machine, row["content"], f"{speedup:.2f}", f"{over_best:.2f}", best, drafted_by)
+        )
+    columns = [
+        "predicted speedup",
+        "predicted, over the best",
+        "the best in hindsight",
+        "rounds by drafter",
+    ]
+    return pd.DataFrame(rows, columns=["machine", "content", *columns]).set_index(
+        ["machine", "content"]
+    )
 
 
 def _label_arm(arm: str) -> str:
@@ -384,7 +456,9 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
             n = step.n_accepted + 1
-            rows.append((start + step.at, n, seconds / step_s, _label_arm(arm), _kind(text.recording)))
+            rows.append(
+                (start + step.at, n, seconds / step_s, _label_arm(arm), _kind(text.recording))
+            )
         start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
     sums = frame[["n", "steps"]].cumsum()
@@ -404,7 +478,11 @@ def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
     _name_contents(figure, frame, row=1, col=1)
     speedup = frame["n"].sum() / frame["steps"].sum()
     title = f"Through all texts, the router is predicted to be {speedup:.2f} times as fast as plain decoding"
-    return dress(figure, "mixed_stream", title_text=f"{title}<br>on: {_label_machine(machine)}, over {WINDOW} tokens")
+    return dress(
+        figure,
+        "mixed_stream",
+        title_text=f"{title}<br>on: {_label_machine(machine)}, over {WINDOW} tokens",
+    )
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
@@ -415,12 +493,18 @@ def worst(record: RunRecord) -> pd.DataFrame:
     """
     share = against_best(record).drop(["best fixed K", BEST_SPEEDUP, "oracle"], level="policy")
     contents = share.drop(columns=SWITCHING, errors="ignore")
-    table = pd.DataFrame({"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)})
+    table = pd.DataFrame(
+        {"worst": contents.min(axis=1), "low": nan, "high": nan, "content": contents.idxmin(axis=1)}
+    )
     rows = _replay_rows(record)
     rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
-    seconds = rows.pivot(index=["machine", "drafter", "content"], columns="policy", values="seconds")  # lists, by text
+    seconds = rows.pivot(
+        index=["machine", "drafter", "content"], columns="policy", values="seconds"
+    )  # lists, by text
     for (machine, drafter, policy), content in table["content"].items():
-        pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(["fixed", policy])
+        pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(
+            ["fixed", policy]
+        )
         _, *ends = interval(pairs, rate)
         table.loc[(machine, drafter, policy), ["low", "high"]] = ends
     return table
@@ -431,7 +515,11 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows = table.reset_index()
     lookup = rows["drafter"].str.startswith("lookup")
     # On a simulated machine, c is that of a small draft model.
-    rows["method"] = rows["policy"].map(label) + ", " + rows["drafter"].map(readable).where(lookup, "draft model")
+    rows["method"] = (
+        rows["policy"].map(label)
+        + ", "
+        + rows["drafter"].map(readable).where(lookup, "draft model")
+    )
     rows["least"] = rows.groupby("method")["worst"].transform("min")
     rows = rows.sort_values("least", ascending=False, kind="stable")
     least = rows.groupby("policy")["worst"].min()
@@ -456,12 +544,18 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
     """
     generations = study.record.generations
     forks = study.record.measurements["draft_forks"]
-    near_ties = {(fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks}
+    near_ties = {
+        (fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks
+    }
     rows = []
     for live in (g for g in generations if g.k and g.drafter in study.record.measurements["c"]):
         cost = cost_of(study.record, live.drafter)
         counts = counts_of(*_walk(study.trace, live, cost))
-        measured = {"rounds": len(live.rounds), "drafted": live.total_draft_tokens, "accepted": live.accepted_tokens}
+        measured = {
+            "rounds": len(live.rounds),
+            "drafted": live.total_draft_tokens,
+            "accepted": live.accepted_tokens,
+        }
         rows.append(
             {"content": live.category, "drafter": live.drafter, "policy": live.controller or FIXED}
             | measured
@@ -482,7 +576,9 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
     """
     recordings = [r for r in study.trace.select(drafter=drafter).recordings if _switches(r)]
     if not recordings:
-        raise InputError("the study has no switching conversation: run it with conversations of 1 or more")
+        raise InputError(
+            "the study has no switching conversation: run it with conversations of 1 or more"
+        )
     fresh = controllers(cost_of(study.record, drafter), recordings[0])
     rows = []
     start = 0
@@ -497,7 +593,13 @@ def trajectory(study: ControllerStudy, drafter: str, policies: Sequence[str]) ->
 def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
     """Draw the draft tokens of each round over the position, with the contents above."""
     named = frame.assign(policy=frame["policy"].map(label))
-    figure = px.line(named, x="token", y="k", line_shape="hv", **looks("policy", named["policy"], by=["line_dash"]))
+    figure = px.line(
+        named,
+        x="token",
+        y="k",
+        line_shape="hv",
+        **looks("policy", named["policy"], by=["line_dash"]),
+    )
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     medians = frame.groupby("policy", sort=False)["k"].median()
     title = ", ".join(f"{label(policy)} {k:g}" for policy, k in medians.items())

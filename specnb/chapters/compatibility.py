@@ -62,10 +62,16 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
     rows = []
     study.measured["trial"] = rows
-    names = [name for name in dict.fromkeys((params.draft, *params.families)) if name != params.draft_model]
+    names = [
+        name
+        for name in dict.fromkeys((params.draft, *params.families))
+        if name != params.draft_model
+    ]
     families = {name: describe(name) for name in names if not opens(name)}
     if absent := [name for name, family in families.items() if family.vocab is None]:
-        raise InputError(f"no vocabulary available for {absent[0]}: give a name from data/vocab, or a file")
+        raise InputError(
+            f"no vocabulary available for {absent[0]}: give a name from data/vocab, or a file"
+        )
     with study:
         target = study.target = study.opened(load(params.target))
         with_weights = [params.draft_model, *(name for name in names if name not in families)]
@@ -75,7 +81,11 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         draft = models.pop(params.draft_model)
         drafters = {}
         for name in (OWN_VOCABULARY, *names):
-            model = with_vocabulary(draft, families[name]) if name in families else models.get(name, draft)
+            model = (
+                with_vocabulary(draft, families[name])
+                if name in families
+                else models.get(name, draft)
+            )
             drafters[name] = fit_drafter(model, target)
         runs = {name: [] for name in (PLAIN, *drafters)}
         order = rotate(list(runs), len(study.chosen))
@@ -96,7 +106,9 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # without translation: the draft model's quality
             reach = reach_of(fit) if fit else 1.0
-            predictable = None not in (quality, reach) and name not in models  # else quality is unknown
+            predictable = (
+                None not in (quality, reach) and name not in models
+            )  # else quality is unknown
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
             tokens = [token for g in drafted for token in g.token_ids]
@@ -162,7 +174,11 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
     fits = matrix["verdict"].isin([Verdict.DROP_IN, Verdict.SLICING])
     for mark, engine in {" l": "llama_cpp", " t": "transformers"}.items():
         letters += np.where(matrix[engine].notna() & (matrix[engine] != fits), mark, "")
-    steps = [(at / len(order), colour) for i, (_, colour) in enumerate(LOOKS.values()) for at in (i, i + 1)]
+    steps = [
+        (at / len(order), colour)
+        for i, (_, colour) in enumerate(LOOKS.values())
+        for at in (i, i + 1)
+    ]
     figure = go.Figure(
         go.Heatmap(
             x=matrix["draft"],
@@ -186,7 +202,14 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
         )
     side = 180 + 38 * len(names)
     title = f"{fits.sum()} of {len(matrix)} ordered pairs need no translation"
-    return dress(figure, "verdicts", width=side + 120, height=side + 60, xaxis_categoryarray=names, title_text=title)
+    return dress(
+        figure,
+        "verdicts",
+        width=side + 120,
+        height=side + 60,
+        xaxis_categoryarray=names,
+        title_text=title,
+    )
 
 
 def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
@@ -196,7 +219,9 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     dashed line is its `rate_needed`.
     """
     drawn = trial.dropna(subset=["text_shared", "acceptance_rate"])
-    drawn[["low", "high"]] = [wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()]
+    drawn[["low", "high"]] = [
+        wilson(row.acceptance_rate, row.drafted, NORMAL) for row in drawn.itertuples()
+    ]
     figure = px.scatter(
         drawn,
         x="text_shared",
@@ -205,7 +230,10 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         template=template(),
         **error_bars(drawn, "acceptance_rate"),
     ).update_traces(
-        name="measured; 95 % interval, tokens independent", marker_size=11, showlegend=True, textposition="middle right"
+        name="measured; 95 % interval, tokens independent",
+        marker_size=11,
+        showlegend=True,
+        textposition="middle right",
     )
     figure.add_scatter(
         x=drawn["text_shared"],
@@ -219,6 +247,12 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
     )
     ends = [drawn["text_shared"].min() - 0.01, 1.0099]
     needed = trial["rate_needed"].iloc[0]
-    figure.add_scatter(x=ends, y=[needed, needed], mode="lines", line=STYLE["line"], name="rate needed to break even")
+    figure.add_scatter(
+        x=ends,
+        y=[needed, needed],
+        mode="lines",
+        line=STYLE["line"],
+        name="rate needed to break even",
+    )
     figure.update_xaxes(range=ends)
     return dress(figure, "overlap_against_acceptance")

@@ -55,7 +55,9 @@ def unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(dim=-1, keepdim=True) + 1e-6)
 
 
-def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def recurrent(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
     """Apply the rule token by token. Return outputs (B, T, HV, dv) and the last state; T >= 1.
 
     The operations and their order are those of transformers' `torch_recurrent_gated_delta_rule`, so
@@ -71,10 +73,14 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: T
     return torch.stack(outputs, dim=1), state
 
 
-def verify_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree) -> Tensor:
+def verify_tree(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, tree: Tree
+) -> Tensor:
     """Return outputs (B, T, HV, dv) of all nodes; each equals that of its path alone."""
     q, k = (_each_value_head(x, v) for x in (q, k))
-    q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))  # heads before tokens: (B, HV, T, ...)
+    q, k, v, g, beta = (
+        x.transpose(1, 2) for x in (q, k, v, g, beta)
+    )  # heads before tokens: (B, HV, T, ...)
     fade, fade_from_start = _fades(g, torch.tensor(tree.seen))
     predicted = fade_from_start * (k @ state)
     weights = fade * (k @ k.mT) * beta[..., None]
@@ -100,7 +106,9 @@ def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """
     gates = g.clamp(min=GATE_FLOOR)
     on_path = seen.to(g.dtype)
-    below = on_path.tril(-1)  # below[m, j]: j is an ancestor of m, so m's gate decays the write of j
+    below = on_path.tril(
+        -1
+    )  # below[m, j]: j is an ancestor of m, so m's gate decays the write of j
     between = (on_path * gates[..., None, :]) @ below
     return between.masked_fill(~seen, -torch.inf).exp(), (gates @ on_path.mT).exp()[..., None]
 
@@ -146,7 +154,10 @@ def _cost_of(tree: Tree) -> dict[str, float]:
     with torch.inference_mode():
         outputs = solve()
         solve_chains()  # the first runs are warm-up
-        errors = [(outputs[:, path] - recurrent(*(x[:, path] for x in tokens), state)[0]).abs().max() for path in paths]
+        errors = [
+            (outputs[:, path] - recurrent(*(x[:, path] for x in tokens), state)[0]).abs().max()
+            for path in paths
+        ]
         times = [(timeit(solve, number=1), timeit(solve_chains, number=1)) for _ in range(REPEATS)]
     names = [f"{name}_ms{end}" for name in ("solve", "chains") for end in ("", "_low", "_high")]
     quantiles = 1e3 * np.quantile(times, (0.5, 0.25, 0.75), axis=0)

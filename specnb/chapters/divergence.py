@@ -41,7 +41,9 @@ LOW, HIGH = -1.0, 8.0
 LEAST = 1e-8
 """Smallest value on a logarithmic axis; smaller values are clipped to it."""
 WRONG = STYLE["heat"]["wrong"]
-LEGEND = f"0: noise floor of fault-free runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
+LEGEND = (
+    f"0: noise floor of fault-free runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
+)
 
 
 class Gallery(NamedTuple):
@@ -61,7 +63,10 @@ class Study(Experiment):
 
     def __init__(self, params: DivergenceParams) -> None:
         super().__init__("06_divergence", params, [])
-        self.models = [{"role": role, "id": f"divergence pair, seed {params.seed}"} for role in ("target", "drafter")]
+        self.models = [
+            {"role": role, "id": f"divergence pair, seed {params.seed}"}
+            for role in ("target", "drafter")
+        ]
         self.faults = params.gallery or [*FAULTS]
         for name in self.faults:
             require_known("fault", name, FAULTS)
@@ -72,7 +77,9 @@ class Study(Experiment):
         """The embedded pair, with a pristine copy and noise floors for all faults."""
         p = self.params
         models = pair(seed=p.seed, dtype=p.dtype)
-        script = random_script(models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed)
+        script = random_script(
+            models.draft, tokens=p.tokens, prompt=p.prompt_tokens, k=p.k, seed=p.seed
+        )
         return Lab(*models, script=script)
 
     def investigate(self, progress: Progress = silent) -> Investigation:
@@ -92,7 +99,12 @@ class Study(Experiment):
         nets = {copied: copy_of(lab.reference), target: lab.target}
         verifiers = {name: open_net(net, name) for name, net in nets.items()}
         drafter, rows = ModelDrafter(open_net(lab.draft, "the draft")), []
-        for neighbor, by in ((copied, copied), (target, copied), (target, target), ("nobody", target)):
+        for neighbor, by in (
+            (copied, copied),
+            (target, copied),
+            (target, target),
+            ("nobody", target),
+        ):
             with self._deploy(lab.draft, nets.get(neighbor)):
                 written = generate(
                     verifiers[by],
@@ -177,10 +189,14 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
             (bank, _), (attention, _) = parts["bank"][layer], parts["attention"][layer]
             key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
             attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
-            read = outcome.trace.params.query("module == @bank").drop_duplicates(["owner", "owner_path"])
+            read = outcome.trace.params.query("module == @bank").drop_duplicates(
+                ["owner", "owner_path"]
+            )
             owners = {*read["owner"].replace(NEIGHBOR, "neighbor")}
             leaves = tuple(f"{bank}.{path.rpartition('.')[2]}" for path in read["owner_path"])
-            loaded = [known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)]
+            loaded = [
+                known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)
+            ]
             column |= {
                 f"layer {layer} key input mean": key_mean,
                 f"layer {layer} key input std": key_std,
@@ -189,14 +205,22 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 f"layer {layer} MoE output std": _statistics(outcome, bank, "out")[1],
                 f"layer {layer} MoE weights, as loaded": digest(sorted(loaded))[:8],
                 f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
-                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted(owners)) or NOTHING,
+                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted(owners))
+                or NOTHING,
             }
-        column["first draft token"] = outcome.logits[0][-1].argmax().item()  # the first feed is the prompt
+        column["first draft token"] = (
+            outcome.logits[0][-1].argmax().item()
+        )  # the first feed is the prompt
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
-    off = [f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING for alone, beside in ends]
-    return table.map(lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)).assign(difference=off)
+    off = [
+        f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING
+        for alone, beside in ends
+    ]
+    return table.map(
+        lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)
+    ).assign(difference=off)
 
 
 SHOWN = {
@@ -231,12 +255,16 @@ def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
         for guess, (setup, value) in HYPOTHESES.items()
     ]
     table = pd.DataFrame(rows, columns=["hypothesis", "setup", "planted_fault", "reported_case"])
-    return table.merge(investigation.setups()[["setup", "says", "verdict", "first"]], on="setup").rename(columns=SHOWN)
+    return table.merge(
+        investigation.setups()[["setup", "says", "verdict", "first"]], on="setup"
+    ).rename(columns=SHOWN)
 
 
 def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
     """Return the mean and standard deviation of a module's input or output over the prompt."""
-    values = outcome.trace.arrays[outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]].astype(float)
+    values = outcome.trace.arrays[
+        outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]
+    ].astype(float)
     return values.mean(), values.std()
 
 
@@ -255,7 +283,9 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
         if key in sound_run and sound_run[key].values.dtype.kind == "f":
             a, b = (run[key].values.astype(float).ravel() for run in (sound_run, wrong_run))
             with np.errstate(divide="ignore", invalid="ignore"):  # outputs that are all zero
-                rows.append((module, abs(b.std() / a.std() - 1), norm(b - a) / norm(a), error, ratio))
+                rows.append(
+                    (module, abs(b.std() / a.std() - 1), norm(b - a) / norm(a), error, ratio)
+                )
     return pd.DataFrame(rows, columns=["module", "std", "relative_l2", "by_itself", "ratio"])
 
 
@@ -270,7 +300,9 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     if wrong.any():
         first = table.loc[wrong.idxmax()]
         title = f"First wrong module: std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
-    lines = table[["std", "relative_l2"]].set_axis(["standard deviation: |ratio - 1|", "relative L2 error"], axis=1)
+    lines = table[["std", "relative_l2"]].set_axis(
+        ["standard deviation: |ratio - 1|", "relative L2 error"], axis=1
+    )
     text = _named(table["module"])
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
@@ -320,11 +352,18 @@ def divergence_values(investigation: Investigation) -> Values:
     """
     seen, outcomes = case_table(investigation), investigation.outcomes
     alone, beside = seen["S0 alone"], seen["S3 next to the larger target"]
-    tokens = {name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits]) for name in CASE}
+    tokens = {
+        name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits])
+        for name in CASE
+    }
     kept, kept_itself = ((tokens[name] == tokens["S0"]).mean() for name in ("S3", "S1"))
-    wrong = {name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")}
+    wrong = {
+        name: not outcomes[name].clean if name in outcomes else MISSING for name in ("S2", "S4")
+    }
     banks = [path for path, _ in find(investigation.lab.draft)["bank"]]
-    output_alone, output_beside = (float(column["layer 0 MoE output std"]) for column in (alone, beside))
+    output_alone, output_beside = (
+        float(column["layer 0 MoE output std"]) for column in (alone, beside)
+    )
     first = investigation.first
     return {
         "kept": kept,
@@ -333,11 +372,13 @@ def divergence_values(investigation: Investigation) -> Values:
         "n": len(tokens["S0"]),
         "token": beside["first draft token"],
         "token_alone": alone["first draft token"],
-        "begins_between": alone["layer 0 attention output std"] == beside["layer 0 attention output std"]
+        "begins_between": alone["layer 0 attention output std"]
+        == beside["layer 0 attention output std"]
         and alone["layer 1 key input std"] != beside["layer 1 key input std"],
         "at_bank_0": first is not None and first.module == banks[0],
         "line": investigation.line.partition(" (")[0],
-        "read_alike": alone["layer 0 MoE weights, as read"] == beside["layer 0 MoE weights, as read"],
+        "read_alike": alone["layer 0 MoE weights, as read"]
+        == beside["layer 0 MoE weights, as read"],
         "output_alone": output_alone,
         "output_beside": output_beside,
         "output_ratio": output_beside / output_alone,
@@ -390,7 +431,9 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
         )
     _name_layers(figure, table.columns, modules)
     note = f"{LEGEND}; framed: first wrong module"
-    return dress(figure, "strips", title_text=title, title_subtitle_text=note, height=200 + 26 * len(table))
+    return dress(
+        figure, "strips", title_text=title, title_subtitle_text=note, height=200 + 26 * len(table)
+    )
 
 
 def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str | int]) -> None:
@@ -400,7 +443,9 @@ def _name_layers(figure: go.Figure, modules: Sequence[str], places: Sequence[str
     every = max(1, -(-len(layers) // 12))  # as many labels as fit
     for start, *_ in layers.values():
         figure.add_vline(start - 0.5, line_color="#888", line_width=1, line_dash="dot")
-    middles = {f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]}
+    middles = {
+        f"layer {number}": places[of[len(of) // 2]] for number, of in [*layers.items()][::every]
+    }
     figure.update_xaxes(tickvals=[*middles.values()], ticktext=[*middles])
 
 

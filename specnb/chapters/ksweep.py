@@ -5,7 +5,14 @@ from typing import Any
 
 from specnb.decode.generate import prompt_ids
 from specnb.measure.cost import verify_curve
-from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent, turns_of
+from specnb.measure.experiment import (
+    Progress,
+    check_prompts,
+    first_of_each,
+    prompts_of,
+    silent,
+    turns_of,
+)
 from specnb.measure.follow import follow
 from specnb.measure.fork import fork_of
 from specnb.measure.recording import Recording
@@ -20,7 +27,9 @@ SIDE_BY_SIDE = (1, 2, 4, 5, 8, 10, 20, 40)
 """Widths of passes over 1, 2, 4 and 8 sequences, with one or five tokens per sequence."""
 
 
-def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None) -> RunRecord:
+def run(
+    params: KSweepParams, *, progress: Progress = silent, recordings: list[Recording] | None = None
+) -> RunRecord:
     """Run the sweep; the record contains the generations, the verify cost curve, c, and the forks.
 
     If an error or an interrupt ends the run, the generations so far are saved as a failed run. A
@@ -30,7 +39,9 @@ def run(params: KSweepParams, *, progress: Progress = silent, recordings: list[R
     # The text of a lossy rule depends on the drafts; the block rule accepts more draft tokens.
     replays = params.rule == "token"
     others = [name for name in params.replayed if replays and name != params.drafter]
-    with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
+    with Sweep(
+        EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)
+    ) as study:
         # 1. Open the models.
         study.open_models([params.drafter], others)
         check_prompts(study.target, study.chosen, params.max_new_tokens)

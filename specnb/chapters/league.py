@@ -36,7 +36,9 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     `alphas` the tested and accepted draft tokens by position, `best` the K of the live runs, and
     `live_prompts` their prompts.
     """
-    with Sweep(EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)) as study:
+    with Sweep(
+        EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)
+    ) as study:
         # 1. Open the models.
         study.open_models([], params.drafters)
         check_prompts(study.target, study.chosen, params.max_new_tokens)
@@ -50,7 +52,9 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         # 5. Replay every K, and choose the best one.
         rows = study.replay_every_k(range(1, params.k_max + 1))
         live = first_of_each(study.chosen, params.live_prompts)
-        seconds = pd.DataFrame(rows).pivot_table("seconds", ["temperature", "drafter"], "k", aggfunc="sum")
+        seconds = pd.DataFrame(rows).pivot_table(
+            "seconds", ["temperature", "drafter"], "k", aggfunc="sum"
+        )
         best = seconds.idxmin(axis=1).rename("k").loc[:, list(study.costs)]
         study.measured |= {
             "replay": {"rows": rows},
@@ -61,7 +65,9 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
 
         # 6. Run every drafter live at its best K, and the routers.
         def methods(temperature: float) -> dict[str, Any]:
-            at_best = {d.name: {"drafter": d, "k": int(best[temperature, d.name])} for d in study.drafters}
+            at_best = {
+                d.name: {"drafter": d, "k": int(best[temperature, d.name])} for d in study.drafters
+            }
             return at_best | {router.name: {"drafter": router} for router in study.routers}
 
         study.run_live(methods, live, samplings, progress)
@@ -123,7 +129,9 @@ def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
 def _star(record: RunRecord, drafter: str) -> str:
     """Return "*" for a drafter in another engine than the target, else ""."""
     names = record.measurements["names"]
-    return "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
+    return (
+        "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
+    )
 
 
 def live_speeds(record: RunRecord, temperature: float) -> pd.DataFrame:
@@ -189,14 +197,18 @@ def draw_region(record: RunRecord) -> go.Figure:
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     c = np.linspace(0, 1, 51)
     needed = [cost._replace(c=step).break_even() for step in c]
-    figure = go.Figure().add_scatter(x=c, y=needed, mode="lines", name="break-even in this engine", **series(0))
+    figure = go.Figure().add_scatter(
+        x=c, y=needed, mode="lines", name="break-even in this engine", **series(0)
+    )
     points = pd.DataFrame({"c": record.measurements["cs"]})
     points["alpha_1"] = _first_alpha(record, min(record.params["temperatures"]))
     points = points.rename(index=record.measurements["names"])
     labels = [readable(name) + _star(record, name) for name in points.index]
     symbols = [*range(9), "star", "pentagon", "hexagram"]
     marks = px.scatter(points, x="c", y="alpha_1", symbol=labels, symbol_sequence=symbols)
-    figure.add_traces(marks.update_traces(marker_color="#222", marker_size=10, cliponaxis=False).data)
+    figure.add_traces(
+        marks.update_traces(marker_color="#222", marker_size=10, cliponaxis=False).data
+    )
     return dress(figure, "break_even")
 
 
@@ -214,7 +226,9 @@ def draw_ranks(record: RunRecord, ranks: pd.DataFrame) -> go.Figure:
     if share < 1:
         title += f", {first['over_fastest']:.2f} times the fastest plain decoding"
         engine = baseline(record).baseline_engine
-        figure.add_vline(1 / share, line=STYLE["line"], annotation_text=engine, annotation_position="bottom left")
+        figure.add_vline(
+            1 / share, line=STYLE["line"], annotation_text=engine, annotation_position="bottom left"
+        )
     return dress(figure, "drafters", title_text=title)
 
 

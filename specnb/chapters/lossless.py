@@ -103,7 +103,9 @@ def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit:
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
         other, most = WRITER_F16, params.max_new_tokens
     if not texts:
-        return ForeignAudit([], None, "no shipped texts for this target and these prompts: set `texts` to a file")
+        return ForeignAudit(
+            [], None, "no shipped texts for this target and these prompts: set `texts` to a file"
+        )
     opened = study.opened(load(other)) if other else None
     return audit_texts(study.target, texts, opened, max_tokens=most, progress=progress)
 
@@ -142,7 +144,9 @@ def foreign(record: RunRecord) -> pd.DataFrame:
     """Return one row per source of texts, with the fields of `SourceVerdict`."""
     columns = ["source", "texts", "tokens", "forks", "new", "margin", "first", "verdict"]
     table = pd.DataFrame(record.measurements["foreign"]["sources"], columns=columns)
-    return table.rename(columns={"forks": "divergences", "new": "not_in_plain", "first": "first_divergence"})
+    return table.rename(
+        columns={"forks": "divergences", "new": "not_in_plain", "first": "first_divergence"}
+    )
 
 
 def note(record: RunRecord) -> pd.DataFrame:
@@ -160,7 +164,9 @@ def planted_figure(record: RunRecord) -> go.Figure:
     table = planted(record)
     detected = table["verdict"][1:] == "wrong"
     title = f"The audit detects {detected.sum()} of {len(detected)} faults planted in a toy pair"
-    rows = table.rename(columns=SUMS).melt("planted", [*SUMS.values()], var_name="sum", value_name="z")
+    rows = table.rename(columns=SUMS).melt(
+        "planted", [*SUMS.values()], var_name="sum", value_name="z"
+    )
     figure = dots(rows, x="z", y="planted", by="sum")
     for limit in (-LIMIT, LIMIT):
         figure.add_vline(limit, line=STYLE["line"])
@@ -183,7 +189,9 @@ def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
         drawn = replace(picker.sampling, top_k=top_k)
 
         def pick(logits: np.ndarray) -> tuple[int, np.ndarray]:
-            return picker.draws.categorical(drawn.probabilities(logits)), picker.sampling.probabilities(logits)
+            return picker.draws.categorical(
+                drawn.probabilities(logits)
+            ), picker.sampling.probabilities(logits)
 
         with replaced(picker, "pick", pick):
             return propose(tokens, k, picker)
@@ -199,9 +207,13 @@ def resampled_from_target() -> Iterator[None]:
     Acceptance does not change, but the output favors the drafter's tokens. Affects the process.
     """
 
-    def from_target(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+    def from_target(
+        p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws
+    ) -> Acceptance:
         chances = (p_target[i][x] / q_draft[i][x] for i, x in enumerate(draft_ids))
-        n = next((i for i, chance in enumerate(chances) if not draws.bernoulli(chance)), len(draft_ids))
+        n = next(
+            (i for i, chance in enumerate(chances) if not draws.bernoulli(chance)), len(draft_ids)
+        )
         return Acceptance.leading(n, draws.categorical(p_target[n]))
 
     with replaced(accept, "token_verification", from_target):
@@ -217,7 +229,9 @@ PLANTED = {
 }
 
 
-def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progress: Progress = silent) -> pd.DataFrame:
+def trial(
+    *, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progress: Progress = silent
+) -> pd.DataFrame:
     """Audit a toy pair with each fault of PLANTED, and return one row per fault.
 
     Columns: planted, verdict, causes, n (positions), z_acc, z_surp. The vocabulary has TOKENS
@@ -243,7 +257,15 @@ def trial(*, prompts: int = 8, max_new_tokens: int = 200, seed: int = 0, progres
                 )
         audit = tally.audit()
         z = {statistic.name: statistic.z for statistic in audit.panel}
-        rows.append({"planted": name, "verdict": audit.verdict, "causes": ", ".join(audit.causes), "n": audit.n, **z})
+        rows.append(
+            {
+                "planted": name,
+                "verdict": audit.verdict,
+                "causes": ", ".join(audit.causes),
+                "n": audit.n,
+                **z,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -312,7 +334,11 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
             appended,
             "cannot happen here: a drafter gets a read-only view",
         ),
-        ("every draft token from the same input", cured.text, f"{_kept(cured)}; {judged.line or judged.verdict}"),
+        (
+            "every draft token from the same input",
+            cured.text,
+            f"{_kept(cured)}; {judged.line or judged.verdict}",
+        ),
         ("NaN in the logits", "", refused),
         ("the draft model's file is damaged", alone.text, fallback),
     ]

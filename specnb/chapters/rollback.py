@@ -71,10 +71,16 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
     chosen = prompts(limit=n, source=source) if source else passages(limit=n)
     with Experiment(EXPERIMENT, params, chosen) as study:
         study.measured |= {"ways": [], "drafters": []}
-        groups = [group for engine in params.engines for group in _open(name_in(params.target, engine), study)]
+        groups = [
+            group
+            for engine in params.engines
+            for group in _open(name_in(params.target, engine), study)
+        ]
         study.target = groups[0].plain
         targets = [group for group in groups if group.plain_name == PLAIN]
-        study.models = [{"role": "target", "id": group.plain.name, "sha256": None} for group in targets]
+        study.models = [
+            {"role": "target", "id": group.plain.name, "sha256": None} for group in targets
+        ]
         study.generations += [truth for group in targets for truth in group.truths]
         cells = list(product(params.ks, params.acceptance))
         # 1. Real drafters, with the default strategy.
@@ -90,7 +96,9 @@ def run_strategies(params: RollbackParams, *, progress: Progress = silent) -> Ru
         for done, (k, rate) in enumerate(cells, start=1):
             progress(done, len(cells) + 1, f"oracle drafts, K = {k}, {rate:.0%} right")
             table = _with_oracle(groups, k, rate)
-            study.measured["ways"] += _records(table.assign(target=params.target, k=k, acceptance=rate))
+            study.measured["ways"] += _records(
+                table.assign(target=params.target, k=k, acceptance=rate)
+            )
         return study.record()
 
 
@@ -127,17 +135,23 @@ def _open(name: str, study: Experiment) -> list["_Group"]:
 class _Group:
     """A target opened with each strategy, or its attention-only twin, and its plain decoding."""
 
-    def __init__(self, models: Mapping[str, LanguageModel], study: Experiment, plain_name: str) -> None:
+    def __init__(
+        self, models: Mapping[str, LanguageModel], study: Experiment, plain_name: str
+    ) -> None:
         self.models = models
         self.params = study.params
         self.plain_name = plain_name
         self.plain = next(iter(models.values()))
         self.prompts = [
-            self.plain.encode(prompt.without_template)[: self.params.prompt_tokens] for prompt in study.chosen
+            self.plain.encode(prompt.without_template)[: self.params.prompt_tokens]
+            for prompt in study.chosen
         ]
         # The largest K more tokens, because drafts may extend that far.
         tokens = self.params.max_new_tokens + max(self.params.ks)
-        self.truths = [generate(self.plain, ids, max_new_tokens=tokens, ignore_eog=True) for ids in self.prompts]
+        self.truths = [
+            generate(self.plain, ids, max_new_tokens=tokens, ignore_eog=True)
+            for ids in self.prompts
+        ]
         self.counts: dict[str, Counter[str]] = {}
 
     def key(self, name: str) -> str:
@@ -159,7 +173,11 @@ class _Group:
             self.counts[name].update(vars(model.rollback.cost))
             return generation
 
-        plainly = {self.key(self.plain_name): lambda index: generate(self.plain, self.prompts[index], **settings)}
+        plainly = {
+            self.key(self.plain_name): lambda index: generate(
+                self.plain, self.prompts[index], **settings
+            )
+        }
         return plainly | {self.key(name): partial(decode, name) for name in self.models}
 
     def costs(self, k: int) -> dict[str, dict[str, int]]:
@@ -211,7 +229,10 @@ def passages(*, limit: int) -> list[Prompt]:
     texts = [passage["text"] for _, passage in lines if passage["kind"] == "code"]
     if limit > len(texts):
         raise InputError(f"got {limit} passages, expected at most {len(texts)}: lower `passages`")
-    return [Prompt(id=f"held-out-code-{i:02d}", category="code", text=text) for i, text in enumerate(texts[:limit])]
+    return [
+        Prompt(id=f"held-out-code-{i:02d}", category="code", text=text)
+        for i, text in enumerate(texts[:limit])
+    ]
 
 
 def attention_twin(name: str) -> Path:
@@ -244,7 +265,9 @@ def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
 
     with torch.random.fork_rng(), quiet():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(Qwen3Config(**{key: config[key] for key in TWIN_FIELDS})).save_pretrained(twin)
+        Qwen3ForCausalLM(Qwen3Config(**{key: config[key] for key in TWIN_FIELDS})).save_pretrained(
+            twin
+        )
     for file in TOKENIZER:
         shutil.copy(folder / file, twin / file)
 
@@ -281,7 +304,9 @@ class OracleDrafter(DrafterBase):
     `rate`; after the first wrong token in a round, all are wrong (the correct id + 1).
     """
 
-    def __init__(self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0) -> None:
+    def __init__(
+        self, truth: Sequence[int], rate: float, *, vocab_size: int, seed: int = 0
+    ) -> None:
         self.name = f"{ORACLE}, {rate:.0%} correct"
         self._n_prompt = 0
         self._truth = truth
@@ -390,7 +415,11 @@ def strategies(record: RunRecord) -> pd.DataFrame:
 
 def drafters(record: RunRecord) -> pd.DataFrame:
     """Return one row per K for prompt lookup and the draft model, on the first target."""
-    return pd.DataFrame(record.measurements["drafters"]).set_index(["drafter", "k"]).rename(readable, level=0)
+    return (
+        pd.DataFrame(record.measurements["drafters"])
+        .set_index(["drafter", "k"])
+        .rename(readable, level=0)
+    )
 
 
 def mebibytes(frame: pd.DataFrame) -> pd.DataFrame:
@@ -404,7 +433,9 @@ def draw_strategies(table: pd.DataFrame) -> go.Figure:
     rows = table[table["method"] != PLAIN].sort_values(["acceptance", "engine", "k"])
     order = rows.groupby("method")["speedup"].mean().sort_values(ascending=False).index
     figure = dots(
-        rows.assign(K="K = " + rows["k"].astype(str), drafts=rows["acceptance"].map("{:.0%} right".format)),
+        rows.assign(
+            K="K = " + rows["k"].astype(str), drafts=rows["acceptance"].map("{:.0%} right".format)
+        ),
         x="speedup",
         y="method",
         by="K",
@@ -421,7 +452,9 @@ def draw_strategies(table: pd.DataFrame) -> go.Figure:
 
 def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     """Draw the time of one solve for a tree and of one solve per path, with a panel per tree."""
-    rows = table.melt(["tree", "nodes"], list(SOLVES), "solve", "time (ms)").replace({"solve": SOLVES})
+    rows = table.melt(["tree", "nodes"], list(SOLVES), "solve", "time (ms)").replace(
+        {"solve": SOLVES}
+    )
     for end in ("low", "high"):
         rows[end] = table.melt(["tree"], [f"{name}_{end}" for name in SOLVES])["value"]
     figure = px.line(

@@ -79,9 +79,13 @@ def sizes_of(config: Any) -> dict[str, int]:
     require_known("model_type of recurrent layers", family, KINDS)
     layers = sum(str(kind) in RECURRENT_LAYERS for kind in text.layer_types)
     if not layers:
-        raise InputError(f"got a {family} config with {set(text.layer_types)}, expected recurrent layers")
+        raise InputError(
+            f"got a {family} config with {set(text.layer_types)}, expected recurrent layers"
+        )
     kind = KINDS[family]
-    taps, *sizes = (prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"])
+    taps, *sizes = (
+        prod(getattr(text, attribute) for attribute in name.split()) for name in kind["sizes"]
+    )
     heads, value_dim, key_heads, key_dim = sizes or (0, 0, 0, 0)
     item = text.dtype.itemsize if text.dtype else FLOAT32
     values = heads * value_dim

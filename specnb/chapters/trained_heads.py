@@ -64,7 +64,9 @@ class HeadsStudy(Experiment):
         super().__init__("05_medusa", params, [*self.timed, *self.judged])
         self.target = self.opened(target)
         self.backbone = backbone_of(target)
-        self.loaded = {kind: load_kind(getattr(params, kind), kind, self.backbone) for kind in KINDS}
+        self.loaded = {
+            kind: load_kind(getattr(params, kind), kind, self.backbone) for kind in KINDS
+        }
         self.checked: dict[str, Checked] = {}
         self.trees: dict[str, list[TimedTree]] = {}
         folder = self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))
@@ -130,10 +132,20 @@ class HeadsStudy(Experiment):
         plain_s = self.trees[kind][0].seconds
         rows = {}  # several sizes may give the same tree
         for plan, tokens, seconds in self.trees[kind]:
-            expected = interval(by_prompt, lambda counts, plan=plan: plan.tokens(marginal(counts.sum(0))))
+            expected = interval(
+                by_prompt, lambda counts, plan=plan: plan.tokens(marginal(counts.sum(0)))
+            )
             gains = plain_s / seconds * np.array(expected)
             rows[len(plan)] = (len(plan), plan.depth, tokens, 1e3 * seconds, *gains)
-        columns = ["nodes", "depth", "predicted_tau", "predicted_ms", "predicted_speedup", "low", "high"]
+        columns = [
+            "nodes",
+            "depth",
+            "predicted_tau",
+            "predicted_ms",
+            "predicted_speedup",
+            "low",
+            "high",
+        ]
         return pd.DataFrame(rows.values(), columns=columns)
 
     def fastest(self, kind: str) -> TimedTree:
@@ -148,7 +160,9 @@ class HeadsStudy(Experiment):
         busy.
         """
         # 1. Run all methods on each prompt.
-        decode = partial(generate, self.target, max_new_tokens=self.params.max_new_tokens, strict=True)
+        decode = partial(
+            generate, self.target, max_new_tokens=self.params.max_new_tokens, strict=True
+        )
         methods = {PLAIN: decode}
         for kind, (heads, _) in self.loaded.items():
             plan = self.fastest(kind).plan
@@ -164,7 +178,9 @@ class HeadsStudy(Experiment):
             best = self.fastest(kind)
             predicted = best.tokens_per_s / self.trees[kind][0].tokens_per_s
             speeds = self.reference.baseline.over(tabulate_by_category(runs, categories, kind))
-            tables.append(speeds.assign(predicted_speedup=predicted, predicted_tau=best.tokens, busy=busy))
+            tables.append(
+                speeds.assign(predicted_speedup=predicted, predicted_tau=best.tokens, busy=busy)
+            )
         return self.keep("speeds", *tables)
 
     def compare_texts(self) -> pd.DataFrame:
@@ -189,7 +205,9 @@ class HeadsStudy(Experiment):
                 drafter = HeadsDrafter(target, loaded[kind][0], plan)
                 drafted = partial(decode, drafter=drafter, k=drafter.tree_nodes or drafter.n_heads)
                 differ = sum(drafted(g.prompt_ids).token_ids != g.token_ids for g in expected)
-                rows.append({"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ})
+                rows.append(
+                    {"kind": kind, "shape": shape, "prompts": len(expected), "differ": differ}
+                )
         return self.keep("identity", pd.DataFrame(rows))
 
     def record(self, error: BaseException | None = None) -> RunRecord:
@@ -207,7 +225,9 @@ class HeadsStudy(Experiment):
         return super().record(error)
 
 
-def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> tuple[list[Prompt], list[Prompt]]:
+def choose_prompts(
+    categories: Sequence[str], timed: int, source: str = ""
+) -> tuple[list[Prompt], list[Prompt]]:
     """Return the first prompts of each category, to time, and the last, to judge heads on.
 
     At least FEWEST prompts are judged. Raises InputError if a category has too few for both.
@@ -217,7 +237,9 @@ def choose_prompts(categories: Sequence[str], timed: int, source: str = "") -> t
     for category, of in by_category.items():
         if timed + judged > len(of):
             few = f"{category} has {len(of)} prompts, of which {judged} are judged"
-            raise InputError(f"{few}: got {timed} to time, expected at most {max(0, len(of) - judged)}")
+            raise InputError(
+                f"{few}: got {timed} to time, expected at most {max(0, len(of) - judged)}"
+            )
     first = [prompt for of in by_category.values() for prompt in of[:timed]]
     return first, [prompt for of in by_category.values() for prompt in of[-judged:]]
 
@@ -226,11 +248,15 @@ def load_kind(name_or_path: str, kind: str, backbone: Backbone) -> tuple[Heads, 
     """Load trained heads. Raises InputError for another kind, and what the loader raises."""
     heads, report = load_trained_heads(name_or_path, backbone)
     if heads.config.kind != kind:
-        raise InputError(f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads")
+        raise InputError(
+            f"got {heads.config.kind} heads in {name_or_path!r}, expected {kind} heads"
+        )
     return heads, report
 
 
-def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name: str) -> pd.DataFrame:
+def tabulate_by_category(
+    runs: Sequence[Timed], categories: Sequence[str], name: str
+) -> pd.DataFrame:
     """Tabulate the speed of the method `name`: one row per category, and one for all.
 
     `categories` lists the category of each prompt. Columns: category, those of
@@ -239,7 +265,9 @@ def tabulate_by_category(runs: Sequence[Timed], categories: Sequence[str], name:
     rows = []
     for category in (*dict.fromkeys(categories), ALL):
         of = [run for run in runs if category in (ALL, categories[run.prompt])]
-        speeds = tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
+        speeds = (
+            tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
+        )
         plain_rate = {"plain_tokens_per_s": speeds[PLAIN]["tokens_per_s"]}
         rows.append({"category": category} | speeds[name] | plain_rate)
     return pd.DataFrame(rows)
@@ -263,7 +291,9 @@ def write_study_text(
     return pd.DataFrame([sizes | {"seconds": perf_counter() - started_s}])
 
 
-def practise(run: str, heads: Heads, recipe: Recipe, text: Path, watch: "TrainingView | None" = None) -> pd.DataFrame:
+def practise(
+    run: str, heads: Heads, recipe: Recipe, text: Path, watch: "TrainingView | None" = None
+) -> pd.DataFrame:
     """Train `heads` in place, in the loop that trained the shipped heads; return one row per head.
 
     `watch` shows the progress. Columns: run, head, steps, seconds (with held-out metrics), and
@@ -302,7 +332,9 @@ NOT_TRAINED = "private, all tokens"
 """Only its cost is measured: training four heads on SmolLM2-135M would take 1.8 GB of memory."""
 
 
-def ablate(target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent) -> pd.DataFrame:
+def ablate(
+    target: LanguageModel, sound: Sound, recipe: Recipe, *, progress: Progress = silent
+) -> pd.DataFrame:
     """Measure the cost of each variant of the heads, and train it; return one row per variant.
 
     Columns: variant, parameters, read_mb (10^6 bytes read to draft with all heads), draft_ms
@@ -332,7 +364,10 @@ FINGERPRINT = {
 """Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
 FEW = 10
 """Positions with fewer tested draft tokens are not drawn."""
-RATIOS = {"speedup": "over plain decoding in PyTorch", "over_fastest": "over the fastest plain decoding"}
+RATIOS = {
+    "speedup": "over plain decoding in PyTorch",
+    "over_fastest": "over the fastest plain decoding",
+}
 """Columns of a speed table to draw, with panel titles."""
 DRAWN = (1, 4, 8, 16)
 """Numbers of nodes of the trees to draw."""
@@ -358,14 +393,22 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     """Draw the live RATIOS by category, with intervals over prompts, one panel per ratio."""
     in_engine = table[["kind", "category", "speedup", "low", "high"]]
     over = table[["kind", "category", "over_fastest", "over_fastest_low", "over_fastest_high"]]
-    panels = dict(zip(RATIOS.values(), (in_engine, over.set_axis(in_engine.columns, axis=1)), strict=True))
+    panels = dict(
+        zip(RATIOS.values(), (in_engine, over.set_axis(in_engine.columns, axis=1)), strict=True)
+    )
     rows = pd.concat(panels, names=["ratio"]).reset_index("ratio").reset_index(drop=True)
     rows["kind"] = rows["kind"].map(readable)
-    figure = dots(rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x"))
+    figure = dots(
+        rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x")
+    )
     name_panels(figure)
     whole = table[table["category"] == ALL]
     speeds = ", ".join(whole["kind"].map(readable) + whole["over_fastest"].map(" {:.2f}".format))
-    return dress(figure, "speed", title_text=f"Live speed over the fastest plain decoding, all prompts: {speeds}")
+    return dress(
+        figure,
+        "speed",
+        title_text=f"Live speed over the fastest plain decoding, all prompts: {speeds}",
+    )
 
 
 def draw_alpha(table: pd.DataFrame) -> go.Figure:
@@ -378,13 +421,24 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
         counts=rows["accepted"].astype(str) + " of " + rows["tested"].astype(str),
     )
     figure = px.scatter(
-        rows, x="at", y="alpha", text="counts", **looks("kind", kinds, by=["symbol"]), **error_bars(rows, "alpha")
+        rows,
+        x="at",
+        y="alpha",
+        text="counts",
+        **looks("kind", kinds, by=["symbol"]),
+        **error_bars(rows, "alpha"),
     )
-    figure.update_traces(textposition="middle right", textfont_size=14, marker_size=12, cliponaxis=False)
+    figure.update_traces(
+        textposition="middle right", textfont_size=14, marker_size=12, cliponaxis=False
+    )
     figure.update_xaxes(tickvals=rows["position"].unique())
     first = rows[rows["position"] == 1]
     first = ", ".join(first["kind"] + first["alpha"].map(" {:.0%}".format))
-    return dress(figure, "alpha", title_text=f"Acceptance rates along a chain of draft tokens; of the first: {first}")
+    return dress(
+        figure,
+        "alpha",
+        title_text=f"Acceptance rates along a chain of draft tokens; of the first: {first}",
+    )
 
 
 def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) -> go.Figure:
@@ -396,14 +450,24 @@ def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) ->
     # 1. Speed-ups.
     rows = table.assign(label=table["kind"].map(readable), nodes=table["nodes"].astype(str))
     lines = px.line(
-        rows, x="nodes", y="predicted_speedup", hover_data=["depth", "predicted_tau"], markers=True,
-        **looks("label", rows["label"]), **error_bars(rows, "predicted_speedup"),
-    )  # fmt: skip
+        rows,
+        x="nodes",
+        y="predicted_speedup",
+        hover_data=["depth", "predicted_tau"],
+        markers=True,
+        **looks("label", rows["label"]),
+        **error_bars(rows, "predicted_speedup"),
+    )
     figure = make_subplots(rows=2, row_heights=[0.62, 0.38], vertical_spacing=0.24)
     figure.add_traces(lines.data, rows=1, cols=1)
     drafted = rows[rows["nodes"] != "0"].sort_values("predicted_speedup")
     best = drafted.drop_duplicates("kind", keep="last")
-    sizes = ", ".join(best["label"] + " " + best["nodes"] + best["predicted_speedup"].map(" ({:.2f} times)".format))
+    sizes = ", ".join(
+        best["label"]
+        + " "
+        + best["nodes"]
+        + best["predicted_speedup"].map(" ({:.2f} times)".format)
+    )
     order = [*map(str, sorted(table["nodes"].unique()))]
     title = f"Draft tokens in the fastest tree (predicted): {sizes}"
     dress(figure, "tree_sizes", title_text=title, xaxis_categoryarray=order)
@@ -416,9 +480,17 @@ def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) ->
             x += [left + places[parent], left + places[node], None]
             y += [-plan.depths[node], -1 - plan.depths[node], None]
         figure.add_scatter(
-            x=x, y=y, text=[f"{len(plan)} drafted"], textposition="top center", mode="lines+markers+text",
-            marker_color=COLORS[-1], cliponaxis=False, showlegend=False, row=2, col=1,
-        )  # fmt: skip
+            x=x,
+            y=y,
+            text=[f"{len(plan)} drafted"],
+            textposition="top center",
+            mode="lines+markers+text",
+            marker_color=COLORS[-1],
+            cliponaxis=False,
+            showlegend=False,
+            row=2,
+            col=1,
+        )
         left += max(places) + 2
     figure.update_xaxes(visible=False, type="linear", row=2)
     return figure.update_yaxes(visible=False, rangemode="normal", row=2)
@@ -450,7 +522,10 @@ def compare_schedules() -> pd.DataFrame:
         columns[name] = {
             **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")},
             "steps with LR near zero": f"{dead:.1%}",
-            **{f"LR at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING for step in LR_AT},
+            **{
+                f"LR at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING
+                for step in LR_AT
+            },
         }
     return pd.DataFrame(columns, dtype=object)
 
@@ -475,7 +550,13 @@ class TrainingView:
         self._rows.append((run, step, text, figures["top1"][0]))
 
     def step(
-        self, run: str, steps: int, judge: Callable[[], Figures], step: int, _loss: float, figures: Figures
+        self,
+        run: str,
+        steps: int,
+        judge: Callable[[], Figures],
+        step: int,
+        _loss: float,
+        figures: Figures,
     ) -> None:
         self.add(run, step, BATCH, figures)
         self._progress(step, steps, run)
@@ -493,5 +574,7 @@ class TrainingView:
         batches.update_traces(mode="lines", opacity=0.3, line_width=1, showlegend=False)
         figure.add_traces(batches.data)
         ends = held_out.groupby("run", sort=False)["percent"].agg(["first", "last"])
-        changes = ", ".join(f"{run} {first:.0f} % to {last:.0f} %" for run, first, last in ends.itertuples())
+        changes = ", ".join(
+            f"{run} {first:.0f} % to {last:.0f} %" for run, first, last in ends.itertuples()
+        )
         return dress(figure, "training", title_text=f"Held-out top-1 of the first head: {changes}")

@@ -22,7 +22,16 @@ from typer import Context, Exit, Option
 from specnb import __version__, store
 from specnb.cli import attach, batch, divergence, heads, show
 from specnb.cli.batch import INTERRUPTED
-from specnb.cli.show import App, Json, TakesPairs, complain, frame_of, print_result, table_of, warn_if_busy
+from specnb.cli.show import (
+    App,
+    Json,
+    TakesPairs,
+    complain,
+    frame_of,
+    print_result,
+    table_of,
+    warn_if_busy,
+)
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
 
@@ -63,7 +72,9 @@ def main() -> None:
 
 
 @app.callback(invoke_without_command=True)
-def options(version: Annotated[bool, Option("--version", help="print the version")] = False) -> None:
+def options(
+    version: Annotated[bool, Option("--version", help="print the version")] = False,
+) -> None:
     """Handle the options before the command."""
     if version:
         print(f"specnb {__version__}")
@@ -102,9 +113,13 @@ def generate(
     from specnb.measure.triage import suspicion
 
     if draft and drafter not in (None, "auto"):
-        raise InputError(f"got --draft {draft!r} and --drafter {drafter!r}: give one, or both with --drafter auto")
+        raise InputError(
+            f"got --draft {draft!r} and --drafter {drafter!r}: give one, or both with --drafter auto"
+        )
     if bool(text) == bool(prompt):
-        raise InputError(f"got the prompts {text!r} and {prompt!r}, expected one, as the argument or as --prompt")
+        raise InputError(
+            f"got the prompts {text!r} and {prompt!r}, expected one, as the argument or as --prompt"
+        )
     chosen = drafter or draft or (None if controller else "auto")
     text = text or prompt
     console = Console()
@@ -146,7 +161,9 @@ def generate(
     if suspicious := suspicion(result):
         complain(suspicious)
     document = result.model_dump(mode="json") | {"triage": suspicious or None}
-    details = (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
+    details = (
+        (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
+    )
     print_result(as_json, document, *details, result.conclusion)
 
 
@@ -159,10 +176,15 @@ def explore(trace: str = "", as_json: Json = False) -> None:
     path = store.results_dir() / "explorer.html"
     write_page(trace or SHIPPED, path)
     opened = webbrowser.open(path.absolute().as_uri())
-    print_result(as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}")
+    print_result(
+        as_json, {"path": str(path)}, f"{path}{'' if opened else ': open it in a browser'}"
+    )
 
 
-@app.command(rich_help_panel=START, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command(
+    rich_help_panel=START,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+)
 def lab(context: Context, notebook: str = "00") -> None:
     """Open a copy of a notebook in JupyterLab.
 
@@ -190,7 +212,15 @@ def lab(context: Context, notebook: str = "00") -> None:
         if not link.exists():
             link.symlink_to(project_dir() / name)
     copy = root / "notebooks" / source.name
-    command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={root}", str(copy), *words]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "lab",
+        f"--ServerApp.root_dir={root}",
+        str(copy),
+        *words,
+    ]
     raise Exit(subprocess.call(command))
 
 
@@ -227,11 +257,15 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
     from specnb.draft.load import open_pair
 
     if len(models) > 2:
-        raise InputError(f"expected a target and its drafter, got {len(models)} models: {', '.join(models)}")
+        raise InputError(
+            f"expected a target and its drafter, got {len(models)} models: {', '.join(models)}"
+        )
     with open_pair(models[0], *models[1:] or [None], strict=True) as (target, drafter, _):
         opened = (drafter, target) if drafter else (target,)
         checks = [check._asdict() for check in preflight(*opened, k=k)]
-    print_result(as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"]))
+    print_result(
+        as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"])
+    )
     return int(any(check["verdict"] == "fail" for check in checks))
 
 
@@ -265,7 +299,12 @@ def _certify(model: str, as_json: bool) -> int:
         widest = probe.certify(opened, range(2, 65), 64)
         certificate = replace(opened.caps, same_bits_up_to=widest).certificate
         exact_by = opened.caps.details.get("exact_by")
-        document = {"model": model, "same_bits_up_to": widest, "certificate": certificate, "exact_by": exact_by}
+        document = {
+            "model": model,
+            "same_bits_up_to": widest,
+            "certificate": certificate,
+            "exact_by": exact_by,
+        }
     print_result(as_json, document, certificate)
     return int(widest < 64)
 
@@ -294,7 +333,10 @@ def compat(models: list[str], as_json: Json = False) -> None:
         report.to_json(),
         frame_of(report.summary(), report.to_frame()) or report.summary(),
         report.expectation() or "acceptance: nothing can be predicted",
-        *(f"{engine}: {words[opinion.accepts]}: {opinion.reason}" for engine, opinion in opinions.items()),
+        *(
+            f"{engine}: {words[opinion.accepts]}: {opinion.reason}"
+            for engine, opinion in opinions.items()
+        ),
     )
 
 
@@ -316,7 +358,9 @@ def models(
         from specnb.lm.files import zoo_file
 
         path = zoo_file(fetch)
-        print_result(as_json, {"name": fetch, "path": str(path), "n_bytes": path.stat().st_size}, str(path))
+        print_result(
+            as_json, {"name": fetch, "path": str(path), "n_bytes": path.stat().st_size}, str(path)
+        )
         return
     if pairs:
         _list_pairs(places, as_json)
@@ -327,8 +371,14 @@ def models(
     document = [vars(row) for row in listing(places or ())]
     rows = []
     for row in document:
-        size = f"{row['parameters'] / 1e9:g} B weights" if row["n_bytes"] is None else human_bytes(row["n_bytes"])
-        rows.append(row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]})
+        size = (
+            f"{row['parameters'] / 1e9:g} B weights"
+            if row["n_bytes"] is None
+            else human_bytes(row["n_bytes"])
+        )
+        rows.append(
+            row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]}
+        )
     columns = ["name", "roles", "present", "licence", "size", "source"]
     title = "models; `specnb models --pairs` shows which can draft for which"
     print_result(as_json, document, table_of(title, rows, columns))
@@ -347,7 +397,10 @@ def _list_pairs(places: list[str] | None, as_json: bool) -> None:
         "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
     )
     print_result(
-        as_json, show.records_of(table), *parts, note if parts else "none of these models can draft for another"
+        as_json,
+        show.records_of(table),
+        *parts,
+        note if parts else "none of these models can draft for another",
     )
 
 
@@ -383,7 +436,9 @@ def bench(
     names = drafters or []
     for option, value in {"--row": row, "--page": page}.items():
         if value and len(names) != 1:
-            raise InputError(f"{option} needs a target and one drafter, got {', '.join(names) or 'no drafter'}")
+            raise InputError(
+                f"{option} needs a target and one drafter, got {', '.join(names) or 'no drafter'}"
+            )
     if page:
         if row or heads_checkpoint:
             raise InputError("--page needs a draft model: leave out --row and --heads-checkpoint")
@@ -401,7 +456,11 @@ def bench(
             )
         write_atomic(page, html.encode())
         document = plain(document | {"path": str(page)}, nan=None)
-        print_result(as_json, document, *(document[name] for name in ("conclusion", "vocabulary", "costs", "path")))
+        print_result(
+            as_json,
+            document,
+            *(document[name] for name in ("conclusion", "vocabulary", "costs", "path")),
+        )
         return
     options = {"heads_checkpoint": heads_checkpoint} if heads_checkpoint else {}
     with reading(f"--k {k}"):
@@ -415,12 +474,20 @@ def bench(
             raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(chosen)}")
     most = max_new_tokens or MAX_NEW_TOKENS
     with ProgressBar() as progress:
-        result = bench_target(target, names, chosen, ks=ks, max_new_tokens=most, progress=progress, **options)
+        result = bench_target(
+            target, names, chosen, ks=ks, max_new_tokens=most, progress=progress, **options
+        )
     if row:
         write_atomic(row, f"{result.rows[0].model_dump_json(indent=1)}\n".encode())
     pairs = [pair._asdict() | {"table": pair.table.to_dict("records")} for pair in result.pairs]
-    rows = [machine.model_dump(mode="json") | {"verdict": machine.verdict} for machine in result.rows]
-    document = {"target": result.target, "rates": result.rates, "verify_curve": result.verify_curve.model_dump()}
+    rows = [
+        machine.model_dump(mode="json") | {"verdict": machine.verdict} for machine in result.rows
+    ]
+    document = {
+        "target": result.target,
+        "rates": result.rates,
+        "verify_curve": result.verify_curve.model_dump(),
+    }
     parts = [table_of(result.target, result.rates, ["test", "n_tokens", "tokens_per_s", "std"])]
     if not result.pairs:
         curve = result.verify_curve
@@ -465,7 +532,9 @@ def run(
     code = 0
     try:
         for path in paths:
-            outcome = run_notebook(path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=True)
+            outcome = run_notebook(
+                path, params, budget=budget, results=folder, timeout_s=timeout_s, progress=True
+            )
             document.append(outcome._asdict())
     except KeyboardInterrupt:
         complain(f"{path.stem}: interrupted; its results so far are in {folder / path.stem}")
@@ -498,7 +567,9 @@ def publish(
     from specnb.book.publish import publish_runs
 
     figures = project_dir() / "figures"
-    folders = publish_runs(runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty)
+    folders = publish_runs(
+        runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty
+    )
     paths = [str(folder) for folder in folders]
     gallery = str(figures / "README.md")
     print_result(as_json, {"gallery": gallery, "runs": paths}, *paths, gallery)

@@ -48,11 +48,18 @@ def attach(
         print_result(as_json, change._asdict(), f"{change.verdict}: {change.evidence}")
         raise Exit(servers.EXIT_CODES[change.verdict])
     if not url:
-        raise InputError("got no URL, expected one such as http://localhost:8080, or --compare OLD NEW")
+        raise InputError(
+            "got no URL, expected one such as http://localhost:8080, or --compare OLD NEW"
+        )
     params = ServerParams.checked(
-        server=url, plain=plain, target=target, prompts=prompts, prompts_per_category=prompts_per_category,
-        max_new_tokens=max_new_tokens, timeout_s=timeout_s,
-    )  # fmt: skip
+        server=url,
+        plain=plain,
+        target=target,
+        prompts=prompts,
+        prompts_per_category=prompts_per_category,
+        max_new_tokens=max_new_tokens,
+        timeout_s=timeout_s,
+    )
     with ProgressBar() as progress:
         document = servers.run_server(params, progress=progress).measurements
     if document["runs"]:
@@ -61,7 +68,9 @@ def attach(
         write_atomic(path.with_suffix(".html"), servers.draw_page(document).encode())
         findings = frame_of("findings", DataFrame(document["findings"]))
         contents = frame_of("by content", DataFrame(document["contents"]))
-        print_result(as_json, document, document["line"], document["option"], contents, findings, str(path))
+        print_result(
+            as_json, document, document["line"], document["option"], contents, findings, str(path)
+        )
     if document["error"]:
         complain(document["error"])
         raise Exit(1)

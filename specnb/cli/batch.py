@@ -45,20 +45,26 @@ def sweep(
     if not notebook.endswith((".yaml", ".yml")):
         batch = batches.batch_of(notebook, params, budget)
     elif params or budget:
-        raise InputError(f"got -p or --budget with the batch file {notebook}: set them in the file instead")
+        raise InputError(
+            f"got -p or --budget with the batch file {notebook}: set them in the file instead"
+        )
     else:
         batch = batches.read_batch(Path(notebook))
     results = results or str(store.results_dir())
     jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
     if dry_run:
         rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
-        print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"]))
+        print_result(
+            as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"])
+        )
         return
     resources = parse_parameters(resource or [])
     ended = []
     code = 0
     try:
-        for run in batches.run_sweep(jobs, workers=workers, scheduler=scheduler, resources=resources):
+        for run in batches.run_sweep(
+            jobs, workers=workers, scheduler=scheduler, resources=resources
+        ):
             ended.append(run)
             code = code or int(not run.ok)
             params = ", ".join(f"{name}={value}" for name, value in run.params.items())
@@ -70,7 +76,11 @@ def sweep(
     counts = Counter(run.status for run in ended)
     title = ", ".join(f"{n} {status}" for status, n in counts.items()) or "nothing was run"
     document = [run._asdict() for run in ended]
-    print_result(as_json, document, table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]))
+    print_result(
+        as_json,
+        document,
+        table_of(title, document, ["run_id", "status", "duration_s", "attempts", "params"]),
+    )
     raise Exit(code)
 
 
@@ -122,7 +132,9 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
     document |= {"positions": records_of(positions), "findings": faults, "unclear_rounds": unclear}
     counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
-    title = f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
+    title = (
+        f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
+    )
     best = "best K that the log can judge"
     columns = [*advice[0]]
     if len(requests) < FEWEST:
@@ -133,7 +145,9 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
         document,
         table_of("findings", faults, ["check", "evidence", "remedy"]) if faults else "",
         f"several numbers of rounds fit {len(unclear)} lines: {unclear}" if unclear else "",
-        frame_of("draft positions; tau if each of these rounds had ended its draft there", positions),
+        frame_of(
+            "draft positions; tau if each of these rounds had ended its draft there", positions
+        ),
         frame_of(title, table),
         table_of(best, advice, columns),
     )

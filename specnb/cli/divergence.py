@@ -45,10 +45,14 @@ def investigate(
     Invalid options exit with 2, which git reads as bad: run the command once by hand first.
     """
     for complaint, wrong in {
-        f"got --deploy {deploy!r} and --fault {fault!r}, expected only one of them": deploy and fault,
-        f"got --layer {layer} without a planted fault: add --fault NAME": layer is not None and not fault,
-        f"got --target {target}, but the embedded pair has its own: leave it out": draft == PAIR and target is not None,
-        f"got --prompt-tokens {prompt_tokens}, expected fewer than --tokens {tokens}": prompt_tokens >= tokens,
+        f"got --deploy {deploy!r} and --fault {fault!r}, expected only one of them": deploy
+        and fault,
+        f"got --layer {layer} without a planted fault: add --fault NAME": layer is not None
+        and not fault,
+        f"got --target {target}, but the embedded pair has its own: leave it out": draft == PAIR
+        and target is not None,
+        f"got --prompt-tokens {prompt_tokens}, expected fewer than --tokens {tokens}": prompt_tokens
+        >= tokens,
     }.items():
         if wrong:
             raise InputError(complaint)
@@ -76,7 +80,8 @@ def investigate(
             else:
                 explain_torch(draft)
                 torch_models = (
-                    load(name, backend="hf", decoder="transformers", **typed) for name in filter(None, (draft, target))
+                    load(name, backend="hf", decoder="transformers", **typed)
+                    for name in filter(None, (draft, target))
                 )
                 models = [opened.enter_context(closing(model)).network for model in torch_models]
         if fault:  # raises if the draft lacks the part that the fault changes
@@ -122,7 +127,11 @@ def audit(
     Sampling(**sampling)
     SamplingTally().audit(effect=effect)  # reject an invalid option before any model is loaded
     chosen = round_robin(int(prompts) if prompts.isdecimal() else prompts)
-    with judged(), ProgressBar() as progress, open_pair(target, draft, strict=True) as (model, drafter, _):
+    with (
+        judged(),
+        ProgressBar() as progress,
+        open_pair(target, draft, strict=True) as (model, drafter, _),
+    ):
         result = audit_pair(
             model,
             drafter,
@@ -134,7 +143,9 @@ def audit(
             progress=progress,
             **sampling,
         )
-    panel = frame_of("deviation from what the rows predict", pd.DataFrame(result.panel).drop(columns="far"))
+    panel = frame_of(
+        "deviation from what the rows predict", pd.DataFrame(result.panel).drop(columns="far")
+    )
     flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
     failed = flaws and ("failed exact checks", ["check", "count", "first", "finding"], flaws)
     exact = f"{result.replayed} replayed with their random numbers, {result.exact} checked without statistics"
@@ -162,10 +173,17 @@ def audit_text(texts: Path, target: str, other: str | None = None, as_json: Json
 
     chosen = read_texts(texts)
     with judged(), ExitStack() as opened, ProgressBar() as progress:
-        models = [opened.enter_context(closing(load(name))) for name in filter(None, (target, other))]
+        models = [
+            opened.enter_context(closing(load(name))) for name in filter(None, (target, other))
+        ]
         result = audit_texts(models[0], chosen, *models[1:], progress=progress)
     document = result.document()
-    print_result(as_json, document, result.line, table_of("", document["sources"], list(SourceVerdict._fields)))
+    print_result(
+        as_json,
+        document,
+        result.line,
+        table_of("", document["sources"], list(SourceVerdict._fields)),
+    )
     raise typer.Exit(result.exit_code)
 
 
@@ -189,8 +207,19 @@ def faults(as_json: Json = False) -> None:
             )
     places = {None: "nothing", "": "the model's inputs"}
     table = [row | {"first": places.get(row["first"], row["first"])} for row in rows]
-    print_result(as_json, rows, table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]))
+    print_result(
+        as_json,
+        rows,
+        table_of("planted faults", table, ["fault", "cause", "first", "note", "issues"]),
+    )
 
 
-for command in (investigate, capture, compare, audit, audit_text, faults):  # in the usual order of use
+for command in (
+    investigate,
+    capture,
+    compare,
+    audit,
+    audit_text,
+    faults,
+):  # in the usual order of use
     app.command()(command)

@@ -70,10 +70,14 @@ class App(Typer):
 
     def command(self, name=None, **options):
         def register(function):
-            rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(function.__name__, {})
+            rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(
+                function.__name__, {}
+            )
             declared = {parameter: declare(parameter, row) for parameter, row in rows.items()}
             for parameter, option in declared.items():
-                function.__annotations__[parameter] = Annotated[function.__annotations__[parameter], option]
+                function.__annotations__[parameter] = Annotated[
+                    function.__annotations__[parameter], option
+                ]
             rare = any(option.hidden for option in declared.values())
             defaults = {"cls": Command, "epilog": EPILOG if rare else None}
             return super(App, self).command(name, **defaults | options)(function)
@@ -141,12 +145,20 @@ def table_of(title: str, documents: Iterable[Mapping[str, Any]], columns: list[s
 
 def facts_of(title: str, facts: Mapping[str, Any]) -> Part:
     """Return a table of the facts that are not missing."""
-    return title, ["", ""], [[name, value] for name, value in facts.items() if value not in (None, "", [])]
+    return (
+        title,
+        ["", ""],
+        [[name, value] for name, value in facts.items() if value not in (None, "", [])],
+    )
 
 
 def frame_of(title: str, frame: "pd.DataFrame") -> Part | None:
     """Return the table of a frame, or None if it is empty."""
-    return (title, [*map(str, frame.columns)], [*frame.itertuples(index=False)]) if len(frame) else None
+    return (
+        (title, [*map(str, frame.columns)], [*frame.itertuples(index=False)])
+        if len(frame)
+        else None
+    )
 
 
 def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
@@ -157,7 +169,9 @@ def records_of(frame: "pd.DataFrame") -> list[dict[str, Any]]:
 def summary_of(result: "PairRun") -> Part:
     """Return the summary table of a generation, with the measured or the estimated speed-up."""
     summary, generation = result.summary, result.generation
-    facts = summary.model_dump(exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"})
+    facts = summary.model_dump(
+        exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"}
+    )
     facts |= {"fork": summary.fork, "translation": generation.translation}
     labels = {
         "tau": "tau, tokens per target call",
@@ -165,7 +179,9 @@ def summary_of(result: "PairRun") -> Part:
         "over_fastest": "speedup over the baseline",
     }
     title = f"{generation.target}, {generation.drafter or 'no drafter'}"
-    title, columns, rows = facts_of(title, {labels.get(name, name): value for name, value in facts.items()})
+    title, columns, rows = facts_of(
+        title, {labels.get(name, name): value for name, value in facts.items()}
+    )
     return title, columns, rows + [["note", note] for note in summary.notes]
 
 
@@ -180,7 +196,9 @@ def warn_if_busy() -> None:
 
     load = doctor.check_load()
     if not load.ok:
-        complain(f"the machine is busy, so times will not be representative: {load.detail}; see which with: top")
+        complain(
+            f"the machine is busy, so times will not be representative: {load.detail}; see which with: top"
+        )
 
 
 @contextmanager

@@ -35,7 +35,9 @@ def capture(
     which shows transformers' code, not llama.cpp's.
     """
     if tokens and (prompt is not None or max_new_tokens is not None):
-        raise InputError(f"--tokens {tokens} sets all tokens: leave out --prompt and --max-new-tokens")
+        raise InputError(
+            f"--tokens {tokens} sets all tokens: leave out --prompt and --max-new-tokens"
+        )
     if width and not tokens:
         raise InputError(f"--width {width} divides the text of --tokens into blocks: add --tokens")
     if out.exists():
@@ -58,7 +60,11 @@ def capture(
         if script:
             feed(opened, script, progress)
         else:
-            ids = probe_ids(opened.vocab.size, RANDOM_IDS) if prompt is None else prompt_ids(opened, prompt)
+            ids = (
+                probe_ids(opened.vocab.size, RANDOM_IDS)
+                if prompt is None
+                else prompt_ids(opened, prompt)
+            )
             n_new = NEW_TOKENS if max_new_tokens is None else max_new_tokens
             stopped = feed_greedily(opened, ids, n_new, progress)
     trace = builder.trace()
@@ -76,7 +82,10 @@ def capture(
         "stopped": stopped or None,
     }
     modules = trace.facts["modules"]
-    commands = [("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"), ("compare", out, "OTHER")]
+    commands = [
+        ("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"),
+        ("compare", out, "OTHER"),
+    ]
     if tokens and tokens.is_dir():  # another trace of the same tokens
         commands = [("compare", tokens, out)]
     following = [shlex.join(map(str, ("specnb", "divergence", *words))) for words in commands]
@@ -96,7 +105,9 @@ def explain_torch(name: str) -> None:
     from specnb.lm.files import parse
 
     if parse(name).backend == "llama":
-        complain(f"{name} is dequantized and opened in torch here: this shows transformers' code, not llama.cpp's")
+        complain(
+            f"{name} is dequantized and opened in torch here: this shows transformers' code, not llama.cpp's"
+        )
 
 
 def compare(
@@ -117,9 +128,13 @@ def compare(
     from specnb.divergence.offline import compare_traces
     from specnb.divergence.trace import ModuleTrace, rename_all
 
-    renames = dict(word.rpartition("=")[::2] for word in rename or ())  # at the last "=": lookaheads contain some
+    renames = dict(
+        word.rpartition("=")[::2] for word in rename or ()
+    )  # at the last "=": lookaheads contain some
     if "" in renames:
-        raise InputError(f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to remove a prefix")
+        raise InputError(
+            f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to remove a prefix"
+        )
     rename_all([""], renames)  # reject an invalid expression before reading traces
     with judged():
         more = [ModuleTrace.load(Path(folder)) for folder in (comma_list(sound) if sound else ())]
@@ -133,6 +148,8 @@ def compare(
         comparison.line,
         f"compared: {comparison.coverage['says']}",
         frame_of("wrong by themselves, in order of time", nodes[columns]),
-        frame_of("parameters that were read differently", comparison.reads[["module", "read", "says"]]),
+        frame_of(
+            "parameters that were read differently", comparison.reads[["module", "read", "says"]]
+        ),
     )
     raise Exit(EXIT[comparison.verdict])

@@ -129,7 +129,8 @@ class Report(NamedTuple):
         ids = self.ids
         return self._asdict() | {
             "overlap": o and o._asdict() | {"of_target": o.of_target, "of_draft": o.of_draft},
-            "ids": ids and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
+            "ids": ids
+            and ids._asdict() | {"examples": [[i, a.hex(), b.hex()] for i, a, b in ids.examples]},
             "findings": self.to_frame().to_dict(orient="records"),
             "llama_cpp": self.llama_cpp._asdict(),
             "transformers": self.transformers._asdict(),
@@ -153,12 +154,18 @@ class Report(NamedTuple):
     def summary(self) -> str:
         """Return the verdict in a sentence, with the overlap."""
         o = self.overlap
-        memory = f" From memory, without a document: {', '.join(self.from_memory)}." if self.from_memory else ""
+        memory = (
+            f" From memory, without a document: {', '.join(self.from_memory)}."
+            if self.from_memory
+            else ""
+        )
         if o is None:
             return f"{self.draft} for {self.target}: {self.verdict}; {self.why()}.{memory}"
         shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
-        others = [f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS]
+        others = [
+            f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS
+        ]
         but = f" Apart from the tokens: {'; '.join(others)}." if others else ""
         return f"{self.draft} for {self.target}: {self.verdict}{by}; {self.why()}; {shared}.{but}{memory}"
 
@@ -209,20 +216,22 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
         report = check(*pair)
         ids = report.ids
         overlap = report.overlap
-        rows.append({
-            "target": report.target,
-            "draft": report.draft,
-            "verdict": str(report.verdict),
-            "way": report.way and str(report.way),
-            "why": f"{report.why()}; llama.cpp: {report.llama_cpp.reason}",
-            "first_difference": ids and ids.first_difference,
-            "n_different": ids and ids.n_different,
-            "share_target": overlap and overlap.of_target,
-            "share_draft": overlap and overlap.of_draft,
-            "text_shared": overlap and overlap.target_uses,
-            "llama_cpp": report.llama_cpp.accepts,
-            "transformers": report.transformers.accepts,
-        })  # fmt: skip
+        rows.append(
+            {
+                "target": report.target,
+                "draft": report.draft,
+                "verdict": str(report.verdict),
+                "way": report.way and str(report.way),
+                "why": f"{report.why()}; llama.cpp: {report.llama_cpp.reason}",
+                "first_difference": ids and ids.first_difference,
+                "n_different": ids and ids.n_different,
+                "share_target": overlap and overlap.of_target,
+                "share_draft": overlap and overlap.of_draft,
+                "text_shared": overlap and overlap.target_uses,
+                "llama_cpp": report.llama_cpp.accepts,
+                "transformers": report.transformers.accepts,
+            }
+        )
     return pd.DataFrame(rows)
 
 
@@ -277,7 +286,9 @@ def _of_pieces(
 ) -> Iterator[tuple]:
     if ids is None:
         values = ["at hand" if d.vocab else "not at hand" for d in (target, draft)]
-        sources = " and ".join(d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None)
+        sources = " and ".join(
+            d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None
+        )
         remedy = f"give {sources} with the tokenizer (if gated: accept the license there, then hf auth login)"
         yield "pieces", BREAKS, *values, remedy
         return
@@ -286,7 +297,13 @@ def _of_pieces(
         remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
         if way is Translation.NONE:
             remedy = f"the tokens cannot be translated. {OTHER_DRAFTERS}"
-        yield "pieces", BREAKS, f"id {token} is {_quote(a)}", f"{_quote(b)}; {ids.n_different} ids differ", remedy
+        yield (
+            "pieces",
+            BREAKS,
+            f"id {token} is {_quote(a)}",
+            f"{_quote(b)}; {ids.n_different} ids differ",
+            remedy,
+        )
     if ids.n_target != ids.n_draft:
         severity = LOWERS if ids.n_different else NOTE
         yield "len(tokenizer)", severity, str(ids.n_target), str(ids.n_draft), NEVER_DRAFTED
@@ -358,7 +375,9 @@ def _stated(described: Description, field: str) -> object:
 
 
 def _show(value: object) -> str:
-    text = ", ".join(_ranges(sorted(value))) or "none" if isinstance(value, frozenset) else str(value)
+    text = (
+        ", ".join(_ranges(sorted(value))) or "none" if isinstance(value, frozenset) else str(value)
+    )
     return text if len(text) <= 80 else f"{text[:79]}…"
 
 
@@ -409,12 +428,16 @@ def _llama_cpp(target: Description, draft: Description) -> Opinion:
         if adds[0] != adds[1]:
             return Opinion(False, f"add_{name} {adds[0]} and {adds[1]}")
         if adds[0] and ids[0] != ids[1]:
-            return Opinion(False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt")
+            return Opinion(
+                False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt"
+            )
     sizes = [d.vocab_size for d in pair]
     if None in sizes:
         return Opinion(None, "vocab_size is not known for both")
     if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
-        return Opinion(False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}")
+        return Opinion(
+            False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}"
+        )
     if None in vocabs:
         return Opinion(None, "the texts of the tokens are not available")
     pieces = (d.vocab.pieces[FIRST_TEXT : min(d.n_tokens, *sizes)] for d in pair)
@@ -434,4 +457,7 @@ def _transformers(target: Description, draft: Description) -> Opinion:
         return Opinion(None, "vocab_size is not known for both")
     if a == b:
         return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
-    return Opinion(False, f"config.vocab_size {a} and {b}: different tokenizers for transformers, which asks for both")
+    return Opinion(
+        False,
+        f"config.vocab_size {a} and {b}: different tokenizers for transformers, which asks for both",
+    )

@@ -27,7 +27,9 @@ class State(StrEnum):
     """The kind of a model's state, which decides how it can be rolled back."""
 
     ATTENTION = "attention"  # a KV cache, which can be cropped
-    RECURRENT = "recurrent"  # one state for all tokens: it needs snapshots, a checkpoint or a replay
+    RECURRENT = (
+        "recurrent"  # one state for all tokens: it needs snapshots, a checkpoint or a replay
+    )
     HYBRID = "hybrid"  # both
 
 
@@ -74,9 +76,15 @@ class Description:
         rows = max(vocab.size, self.vocab_size or 0)
         padded = replace(vocab, pieces=(*vocab.pieces, *[b""] * (rows - vocab.size)))
         return replace(
-            self, vocab=padded, n_tokens=n_tokens, vocab_size=rows, bos=vocab.bos, eos=vocab.eos,
-            add_bos=vocab.add_bos, **facts,
-        )  # fmt: skip
+            self,
+            vocab=padded,
+            n_tokens=n_tokens,
+            vocab_size=rows,
+            bos=vocab.bos,
+            eos=vocab.eos,
+            add_bos=vocab.add_bos,
+            **facts,
+        )
 
     @cached_property
     def tokens(self) -> Tokens | None:
@@ -104,4 +112,7 @@ def state_of(architecture: str | None, layer_types: Iterable[str] = ()) -> State
     if architecture is None:
         return None
     name = architecture.lower().replace("-", "_").removesuffix("_text")
-    return next((state for state in (State.RECURRENT, State.HYBRID) if name in STATES[state]), State.ATTENTION)
+    return next(
+        (state for state in (State.RECURRENT, State.HYBRID) if name in STATES[state]),
+        State.ATTENTION,
+    )

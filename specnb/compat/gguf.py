@@ -40,7 +40,9 @@ def read_gguf(path: Path | str) -> Description:
     """
     header = read_header(Path(path))
     if number := header.get("split.no", int):
-        raise InputError(f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header")
+        raise InputError(
+            f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header"
+        )
     architecture = header.get(ARCHITECTURE, str)
     embedding = header.shapes.get("token_embd.weight", ())
     rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
@@ -72,7 +74,9 @@ def _with_tokens(header: Header, described: Description) -> Description:
     texts = header.values[TOKENS]
     merges = header.values.get(MERGES)
     n_tokens = vocab.size
-    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):  # padding rows from a converter
+    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (
+        n_tokens - 1
+    ):  # padding rows from a converter
         n_tokens -= 1
     return described.with_pieces(
         vocab,
@@ -80,23 +84,34 @@ def _with_tokens(header: Header, described: Description) -> Description:
         pad=pad if (pad := api.llama_vocab_pad(raw)) >= 0 else None,
         eot=header.get("tokenizer.ggml.eot_token_id", int),
         add_eos=api.llama_vocab_get_add_eos(raw),
-        added=vocab.special | {i for i, kind in enumerate(types[:n_tokens]) if kind in (CONTROL, USER_DEFINED)},
-        merges={"count": len(merges), "digest": digest(b"\n".join([*merges, b""]))} if merges else None,
+        added=vocab.special
+        | {i for i, kind in enumerate(types[:n_tokens]) if kind in (CONTROL, USER_DEFINED)},
+        merges={"count": len(merges), "digest": digest(b"\n".join([*merges, b""]))}
+        if merges
+        else None,
         tokenizer=tokenizer,
     )
 
 
 def _tokenizer(header: Header) -> binding.FileTokenizer:
     """Open llama.cpp's tokenizer from the key-values alone, as the architecture "llama"."""
-    pairs = [pair for key, pair in header.packed.items() if key.startswith("tokenizer.") or key == "general.name"]
+    pairs = [
+        pair
+        for key, pair in header.packed.items()
+        if key.startswith("tokenizer.") or key == "general.name"
+    ]
     pairs.append(_packed(ARCHITECTURE) + struct.pack("<I", STRING) + _packed("llama"))
-    if MERGES not in header.values:  # llama.cpp requires the key; a vocabulary without merges lacks it
+    if (
+        MERGES not in header.values
+    ):  # llama.cpp requires the key; a vocabulary without merges lacks it
         pairs.append(_packed(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     try:
         return _open(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))
     except LoadError as error:
         reason = str(error).partition(f"{VOCABULARY}: ")[2]
-        raise InputError(f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}") from error
+        raise InputError(
+            f"llama.cpp cannot read the vocabulary of {header.path}: {reason[:300]}"
+        ) from error
 
 
 @lru_cache(maxsize=4)

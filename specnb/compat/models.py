@@ -39,9 +39,17 @@ LONGEST = 16
 COLUMNS = ("target", "draft", "verdict", "c", "text_shared", "k", "best_case", "can_win")
 STATED = ("source", "architecture", "state", "n_layers", "vocab_size")
 OPENED = (
-    "engine", "device", "dtype", "n_ctx", "max_width", "rewind", "rewind_reason", "trees", "same_bits_up_to",
+    "engine",
+    "device",
+    "dtype",
+    "n_ctx",
+    "max_width",
+    "rewind",
+    "rewind_reason",
+    "trees",
+    "same_bits_up_to",
     "certificate",
-)  # fmt: skip
+)
 """Facts in a sheet: fields of a description (STATED), capabilities of an open model (OPENED)."""
 
 
@@ -72,10 +80,15 @@ def active_share(name: str) -> float:
         return 1.0
     headers = [read_header(part) for part in gguf_parts(file)]
     architecture = headers[0].get(ARCHITECTURE, str)
-    n, used = (headers[0].get(f"{architecture}.{key}", int, 0) for key in ("expert_count", "expert_used_count"))
+    n, used = (
+        headers[0].get(f"{architecture}.{key}", int, 0)
+        for key in ("expert_count", "expert_used_count")
+    )
     if not (n and used):
         return 1.0
-    sizes = {tensor: math.prod(shape) for header in headers for tensor, shape in header.shapes.items()}
+    sizes = {
+        tensor: math.prod(shape) for header in headers for tensor, shape in header.shapes.items()
+    }
     experts = sum(size for tensor, size in sizes.items() if "_exps." in tensor)
     return 1 - (1 - used / n) * experts / sum(sizes.values())
 
@@ -90,20 +103,28 @@ def sheet(name: str) -> dict[str, Any]:
     rows = files.status()
     licence = described.licence or next((row.licence for row in rows if row.name == base), None)
     facts = {"model": name, **{key: getattr(described, key) for key in STATED}, "licence": licence}
-    facts |= {"tokenizer": described.vocab and described.vocab.kind, "trained_n_ctx": described.n_ctx}
+    facts |= {
+        "tokenizer": described.vocab and described.vocab.kind,
+        "trained_n_ctx": described.n_ctx,
+    }
     if not opens(name):
         return facts | {"opens": "no: it is a tokenizer, or facts without weights"}
     spec = parse(name)
     crops = described.state is State.ATTENTION
     # one copy of each model, and none that would have to be fetched
     drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
-    cards = {path.parent.name: read_json(path) for path in files.embedded_root().parent.glob("heads/*/config.json")}
+    cards = {
+        path.parent.name: read_json(path)
+        for path in files.embedded_root().parent.glob("heads/*/config.json")
+    }
     facts |= {
         "size_bytes": weights_bytes(spec),
         "weights": files.weights_origin(name),
         "strategies": ["crop"] if crops else [*spec.engine.preferred],
         "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
-        "heads": [head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base],
+        "heads": [
+            head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base
+        ],
     }
     memory = psutil.Process().memory_info
     before = memory().rss
@@ -127,9 +148,13 @@ def names_in(places: Iterable[str]) -> list[str]:
         if not folder.is_dir() or (folder / "config.json").exists():
             names.append(place)
         elif ggufs := sorted(folder.rglob("*.gguf")):
-            names += [str(file) for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem]
+            names += [
+                str(file) for file in ggufs if "-of-" not in file.stem or "-00001-of-" in file.stem
+            ]
         else:
-            raise InputError(f"{folder} contains no .gguf file and no config.json: give a folder of models, or names")
+            raise InputError(
+                f"{folder} contains no .gguf file and no config.json: give a folder of models, or names"
+            )
     return list(dict.fromkeys(names))
 
 
@@ -164,14 +189,20 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     name. `roles` is None if the pieces are not available, and "no: …" for a damaged file.
     """
     rows = files.status() + [
-        files.ZooStatus(name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name))
+        files.ZooStatus(
+            name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name)
+        )
         for name, fact in shelf_facts().items()
     ]
     models = [_candidate(row.name, partial(describe, fetch=False)) for row in rows]
     for name in names_in(places):
         file = expand_home(parse(name).source)
         model = _candidate(name, describe)
-        rows.append(files.ZooStatus(file.name, str(file.parent), model.described.licence, model.size, True, file))
+        rows.append(
+            files.ZooStatus(
+                file.name, str(file.parent), model.described.licence, model.size, True, file
+            )
+        )
         models.append(model)
     models = _distinct(models)
     roles = [set() for _ in models]
@@ -179,11 +210,19 @@ def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
     for (i, target), (j, draft) in permutations(enumerate(models), 2):
         comparable = draft.can_draft_for(target) and opens(draft.name) == opens(target.name)
         tokens = target.described.tokens, draft.described.tokens
-        if comparable and draft.active < QUALITY * target.active and None not in tokens and agree(*tokens):
+        if (
+            comparable
+            and draft.active < QUALITY * target.active
+            and None not in tokens
+            and agree(*tokens)
+        ):
             roles[i].add("target")
             roles[j].add("draft")
     return [
-        replace(row, roles=model.fault or (model.described.vocab and ", ".join(sorted(of, reverse=True))))
+        replace(
+            row,
+            roles=model.fault or (model.described.vocab and ", ".join(sorted(of, reverse=True))),
+        )
         for row, model, of in zip(rows, models, roles, strict=True)
     ]
 
@@ -196,12 +235,16 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     fewer than two models, and for a name that cannot be found.
     """
     if len(names) < 2:
-        raise InputError(f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files")
+        raise InputError(
+            f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files"
+        )
     read = cache(describe)
     compared = cache(check)
     models = _distinct([_candidate(name, read) for name in names])
     short = {name: Path(name).name if name.endswith(".gguf") else name for name in names}
-    rows: list[tuple] = [(short[model.name], None, model.fault, *[None] * 5) for model in models if model.fault]
+    rows: list[tuple] = [
+        (short[model.name], None, model.fault, *[None] * 5) for model in models if model.fault
+    ]
     for target, draft in permutations(models, 2):
         if not draft.can_draft_for(target):
             continue
@@ -211,7 +254,10 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
         c = draft.active / target.active
         best = k = None
         if report.reach is not None:
-            best, k = max((predict(report.reach, k, QUALITY).tau / (1 + k * c), k) for k in range(1, LONGEST + 1))
+            best, k = max(
+                (predict(report.reach, k, QUALITY).tau / (1 + k * c), k)
+                for k in range(1, LONGEST + 1)
+            )
         pair = short[target.name], short[draft.name], str(report.verdict)
         rows.append((*pair, c, report.reach, k, best, best and best > 1))
     table = pd.DataFrame(rows, columns=COLUMNS)

@@ -28,7 +28,9 @@ ISSUES = read_toml(Path(__file__).with_name("issues.toml"))
 """Known upstream issues of the kind that each check finds."""
 
 
-def preflight(draft: Drafter | LanguageModel, target: LanguageModel | None = None, *, k: int = 4) -> list[Finding]:
+def preflight(
+    draft: Drafter | LanguageModel, target: LanguageModel | None = None, *, k: int = 4
+) -> list[Finding]:
     """Run all checks that the arguments allow, and return the results, failures first.
 
     Takes seconds. The states of the models are empty afterwards.
@@ -40,7 +42,10 @@ def preflight(draft: Drafter | LanguageModel, target: LanguageModel | None = Non
     drafter = ModelDrafter(draft) if isinstance(draft, LanguageModel) else draft
     models = {"draft": drafter.model, "target": target}
     ids = tuple(probe_ids(min(model.vocab.size for model in models.values() if model), PROMPT))
-    findings = [_finding("purity", purity, drafter, ids, k), _finding("recurrence", recurrence, drafter, ids, k)]
+    findings = [
+        _finding("purity", purity, drafter, ids, k),
+        _finding("recurrence", recurrence, drafter, ids, k),
+    ]
     for role, model in models.items():
         name = f"cache after rejection ({role})"
         if model is None:
@@ -161,6 +166,9 @@ def cache_after_rejection(model: LanguageModel) -> Result:
     except RewindError as error:
         return "skipped", f"{model.name} cannot roll back: {error!s:.200}"
     if exact:
-        return "ok", "after a rollback of all or some draft tokens, the next logits are those of a fresh prefill"
+        return (
+            "ok",
+            "after a rollback of all or some draft tokens, the next logits are those of a fresh prefill",
+        )
     seen = "after a rollback, the next logits differ from those of the text without the rejected tokens"
     return "fail", seen, "remove exactly the rejected tokens from the state of every layer"

@@ -36,8 +36,11 @@ from specnb.lm.vocab import (
 HUB = "hf:"
 """Prefix of the name of a model on the hub."""
 SMALL_FILES = CONFIG, TOKENIZER, TOKENIZER_CONFIG, GENERATION = (
-    "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-)  # fmt: skip
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
 """Names of the context length in configs of model families; the first that is present is used."""
@@ -69,8 +72,12 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
         described = read_folder(folder)
     else:
         names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
-        kinds = f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
-        raise InputError(f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}give {kinds}")
+        kinds = (
+            f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
+        )
+        raise InputError(
+            f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}give {kinds}"
+        )
     return replace(described, name=str(name))
 
 
@@ -105,8 +112,12 @@ def read_shelf(name: str) -> Description:
     if (name := name.lower()) not in shelf_facts():
         return read_list(shelf_folder() / f"{name}.parquet")
     entry = shelf_facts()[name]
-    defaults = f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
-    facts = {key: entry[key] for key in entry.keys() & Description.__annotations__.keys() - {"tokenizer"}} | {
+    defaults = (
+        f"; llama.cpp's default: {', '.join(entry['defaults'])}" if "defaults" in entry else ""
+    )
+    facts = {
+        key: entry[key] for key in entry.keys() & Description.__annotations__.keys() - {"tokenizer"}
+    } | {
         "source": f"facts: {entry['source']}{defaults}",
         "state": State(entry["state"]),
         "mask": frozenset(entry.get("mask", ())),
@@ -149,7 +160,9 @@ def read_list(path: Path) -> Description:
     )
     facts = {key: stated[key] for key in ("pad", "eot", "add_eos", "merges")}
     described = Description(path.stem, str(path))
-    return described.with_pieces(vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts)
+    return described.with_pieces(
+        vocab, stated["n_tokens"], added=frozenset(compress(ids, added)), **facts
+    )
 
 
 # --- folders and tokenizers ------------------------------------------------------------------------------------------
@@ -171,7 +184,9 @@ def read_hub(name: str, revision: str) -> Description:
         if not (path / TOKENIZER).exists():
             if not path.is_dir():
                 reach_hub()
-            path = Path(snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES]))
+            path = Path(
+                snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES])
+            )
     return replace(read_folder(path), source=name)
 
 
@@ -184,7 +199,8 @@ def read_folder(path: Path) -> Description:
     if not path.is_dir():
         return _with_tokenizer(Description(str(path), str(path)), path, {})
     config, stated, generation = (
-        read_json(path / file) if (path / file).exists() else {} for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
+        read_json(path / file) if (path / file).exists() else {}
+        for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
     )
     with reading(path / CONFIG):
         # keys of a multimodal model's language model take precedence
@@ -208,16 +224,24 @@ def read_folder(path: Path) -> Description:
             n_layers=next((n for key in LAYER_KEYS if (n := text.get(key))), None),
             state=state_of(kind, text.get("layer_types") or ()),
             mask=frozenset(mask) - {None},
-            **{key: ids[0] for key in ("bos", "eos", "pad") if (ids := ids_in(text.get(f"{key}_token_id")))},
+            **{
+                key: ids[0]
+                for key in ("bos", "eos", "pad")
+                if (ids := ids_in(text.get(f"{key}_token_id")))
+            },
         )
     if (path / TOKENIZER).exists():
         return _with_tokenizer(described, path / TOKENIZER, stated, generation, text, config)
     if not config:
-        raise InputError(f"{path} has no {CONFIG} and no {TOKENIZER}: save it with transformers' save_pretrained")
+        raise InputError(
+            f"{path} has no {CONFIG} and no {TOKENIZER}: save it with transformers' save_pretrained"
+        )
     return described
 
 
-def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: dict) -> Description:
+def _with_tokenizer(
+    described: Description, path: Path, stated: dict, *configs: dict
+) -> Description:
     """Add a tokenizer.json, opened with the `tokenizers` library as the engines open it.
 
     Ids, added tokens and the tokens put around a text come from the library. `stated` is
@@ -229,7 +253,9 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
     with reading(path), tokenizing(path):
         library = Tokenizer.from_str(json.dumps(state))
         state = json.loads(library.to_str())  # adds the keys that older files omit
-        library.encode_special_tokens = True  # <|im_end|> in a text is ten characters, not one token
+        library.encode_special_tokens = (
+            True  # <|im_end|> in a text is ten characters, not one token
+        )
         added = library.get_added_tokens_decoder()
         names = map(library.id_to_token, range(1 + max(library.get_vocab().values())))
         pieces = spell_pieces(state, names, added)
@@ -246,8 +272,12 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
             text = value.get("content") if isinstance(value, dict) else value
             token = library.token_to_id(text) if text else None
             if text and token is None:
-                raise ValueError(f"it has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token")
-            ids.append(next((i for i in (token, getattr(described, key), *around) if i is not None), None))
+                raise ValueError(
+                    f"it has no token {text!r}, which {TOKENIZER_CONFIG} names as {key}_token"
+                )
+            ids.append(
+                next((i for i in (token, getattr(described, key), *around) if i is not None), None)
+            )
         bos, eos, pad = ids
         require_rows(rows, path, {"bos_token_id": bos, "eos_token_id": eos})
         ends = {eos, *(i for config in configs for i in ids_in(config.get("eos_token_id")))}
@@ -266,4 +296,6 @@ def _with_tokenizer(described: Description, path: Path, stated: dict, *configs: 
         add_bos=bos in before,
     )
     added_ids = frozenset(i for i in added if i < rows)
-    return described.with_pieces(vocab, len(pieces), pad=pad, add_eos=eos in after, added=added_ids, tokenizer=encode)
+    return described.with_pieces(
+        vocab, len(pieces), pad=pad, add_eos=eos in after, added=added_ids, tokenizer=encode
+    )

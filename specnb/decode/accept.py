@@ -72,7 +72,9 @@ def token_verification(
     return Acceptance.leading(len(draft_ids), draws.categorical(p_target[len(draft_ids)]), tested)
 
 
-def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws) -> Acceptance:
+def block_verification(
+    p_target: ProbRows, q_draft: np.ndarray, draft_ids: Sequence[int], draws: Draws
+) -> Acceptance:
     """Verify the whole block; the expected length is at least that of `token_verification`.
 
     Sun et al. 2403.10444, algorithm 2. The output distribution is the same. The prefix of i draft
@@ -95,7 +97,9 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
     if k:
         tests.append(weights[k])
     kept = next((i for i in range(k, 0, -1) if draws.bernoulli(tests[i - 1])), 0)
-    return Acceptance.leading(kept, draws.categorical(p_target[k] if kept == k else residual(kept)), tests)
+    return Acceptance.leading(
+        kept, draws.categorical(p_target[k] if kept == k else residual(kept)), tests
+    )
 
 
 # --- trees, and greedy chains ---------------------------------------------------------------------
@@ -104,8 +108,13 @@ def block_verification(p_target: ProbRows, q_draft: np.ndarray, draft_ids: Seque
 def require_trees(target: LanguageModel) -> None:
     """Raise InputError for a target that cannot verify a tree in one forward pass."""
     if not target.caps.trees:
-        why = target.caps.trees_reason or f"its engine ({target.caps.engine}) computes only chains of tokens"
-        raise InputError(f"{target.name} cannot verify trees of draft tokens: {why}. Draft a chain (--tree chain)")
+        why = (
+            target.caps.trees_reason
+            or f"its engine ({target.caps.engine}) computes only chains of tokens"
+        )
+        raise InputError(
+            f"{target.name} cannot verify trees of draft tokens: {why}. Draft a chain (--tree chain)"
+        )
 
 
 def checked(proposal: Proposal, depth: int) -> Proposal:
@@ -117,12 +126,18 @@ def checked(proposal: Proposal, depth: int) -> Proposal:
     tree = proposal.tree
     ids = proposal.ids
     if len(tree) != len(ids):
-        raise InputError(f"got a tree of {len(tree)} nodes with {len(ids)} tokens, expected one token per node")
+        raise InputError(
+            f"got a tree of {len(tree)} nodes with {len(ids)} tokens, expected one token per node"
+        )
     if proposal.q_draft is not None:
-        raise InputError("got a tree with rows of q_draft, expected None: trees are verified as point masses")
+        raise InputError(
+            "got a tree with rows of q_draft, expected None: trees are verified as point masses"
+        )
     for (_, token), times in Counter(zip(tree.parents, ids, strict=True)).items():
         if times > 1:
-            raise InputError(f"got {times} children of one node that are token {token}, expected distinct tokens")
+            raise InputError(
+                f"got {times} children of one node that are token {token}, expected distinct tokens"
+            )
     kept = [node for node in range(len(ids)) if tree.depths[node] < depth]
     if len(kept) == len(ids) > 0:
         return proposal
@@ -144,7 +159,11 @@ def walk_drafts(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acc
         drafted = {proposal.ids[child]: child for child in tree.children(node)}
         token, row = chooser.pick(logits[node + 1])
         if drafted:
-            tested.append(float(token in drafted) if row is None else min(1.0, float(row[list(drafted)].sum())))
+            tested.append(
+                float(token in drafted)
+                if row is None
+                else min(1.0, float(row[list(drafted)].sum()))
+            )
         if token not in drafted:
             return Acceptance(tuple(path), token, tuple(tested))
         node = drafted[token]
@@ -177,7 +196,9 @@ def typical(p_target: ProbRows, proposal: Proposal, draws: Draws) -> Acceptance:
             likelihood[node] = likelihood[parent] + float(np.log(chance))
     end = max(paths, key=lambda node: (len(paths[node]), likelihood[node]))
     rejected = (0.0,) if end in parents else ()
-    return Acceptance(paths[end], draws.categorical(p_target[end + 1]), (1.0,) * len(paths[end]) + rejected)
+    return Acceptance(
+        paths[end], draws.categorical(p_target[end + 1]), (1.0,) * len(paths[end]) + rejected
+    )
 
 
 # --- by name --------------------------------------------------------------------------------------
@@ -191,20 +212,26 @@ Logits `(k + 1, vocab)`: the row after the newest token, then one after each dra
 def _token(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
     if proposal.tree is not None or chooser.sampling.greedy:
         return walk_drafts(logits, proposal, chooser)
-    return token_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
+    return token_verification(
+        ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws
+    )
 
 
 def _block(logits: np.ndarray, proposal: Proposal, chooser: Chooser) -> Acceptance:
     # The block rule, too, accepts a point mass at x with probability p(x).
     if proposal.q_draft is None or chooser.sampling.greedy:
         return _token(logits, proposal, chooser)
-    return block_verification(ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws)
+    return block_verification(
+        ProbRows(logits, chooser.sampling), proposal.q_draft, proposal.ids, chooser.draws
+    )
 
 
 RULES: dict[str, Rule] = {
     "token": _token,
     "block": _block,
-    "typical": lambda logits, proposal, chooser: typical(ProbRows(logits, chooser.sampling), proposal, chooser.draws),
+    "typical": lambda logits, proposal, chooser: typical(
+        ProbRows(logits, chooser.sampling), proposal, chooser.draws
+    ),
 }
 """Acceptance rules by name. At temperature 0, `token` and `block` are both the greedy rule."""
 
@@ -221,5 +248,7 @@ def rule_of(sampling: Sampling) -> Rule:
         return name
     require_known("verification rule", name, RULES)
     if name in LOSSY and sampling.greedy:
-        raise InputError(f"got rule {name!r} at temperature 0, expected a temperature above 0, or rule 'token'")
+        raise InputError(
+            f"got rule {name!r} at temperature 0, expected a temperature above 0, or rule 'token'"
+        )
     return RULES[name]

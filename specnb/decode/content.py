@@ -17,7 +17,9 @@ REQUEST = 400
 """Characters at the start of a request that are searched for a kind."""
 
 # Markers that begin a turn in the chat templates of common model families.
-_TURN = re.compile(r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n")
+_TURN = re.compile(
+    r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n"
+)
 # Words of a request that name a kind; the first match decides.
 _ASKS = re.compile(r"""(?x)\b(?: (?P<json>(?:Geo)?JSON)
     | (?P<code>functions?\b(?!\sof)|[Ii]mplement|unit\stests?|Python|JavaScript|TypeScript|SQL|PostgreSQL|[Bb]ash

@@ -58,9 +58,13 @@ class CostAware(Controller):
     reads_drafts = True
 
     def __init__(
-        self, verify_s: Sequence[float] | np.ndarray, draft_s: float = 0.0, *, patience: int = 16,
+        self,
+        verify_s: Sequence[float] | np.ndarray,
+        draft_s: float = 0.0,
+        *,
+        patience: int = 16,
         expected: Sequence[float] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Set the costs.
 
         `verify_s[n]` is T(n), the time of a target forward pass over n tokens, 0 <= n <= k_max + 1.
@@ -91,7 +95,10 @@ class CostAware(Controller):
         """
         t = self._verify
         n = len(self._verify)
-        ahead = [min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0) for i in range(1, n)]
+        ahead = [
+            min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0)
+            for i in range(1, n)
+        ]
         self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
 
     def seed_rate(self) -> None:
@@ -117,7 +124,9 @@ class CostAware(Controller):
             self._rate = float(rates.max())
         else:
             self._bins = []
-            best, self._rate = (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
+            best, self._rate = (
+                (self.k_max, self.recent_rate) if self.recent_rate > plain else (0, plain)
+            )
         self._steps = 0
         self._reached = 1.0
         if best:
@@ -169,7 +178,9 @@ class CostAware(Controller):
         self._plain += outcome.n_accepted + 1
         self._positions.learn(outcome)
         if self._bins is not None:
-            (self._copied if self._copying else self._calibration).learn(self._bins, outcome.n_accepted)
+            (self._copied if self._copying else self._calibration).learn(
+                self._bins, outcome.n_accepted
+            )
         if outcome.k or self._steps or self._copying:
             seconds = self._verify[outcome.k + 1] + self.draft_s * max(self._steps, outcome.k)
             self._recent = self._recent * FADE + (outcome.n_accepted + 1, seconds)

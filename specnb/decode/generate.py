@@ -40,7 +40,9 @@ def checked_prompt(prompt: PromptLike) -> str | list[Any] | tuple[int, ...]:
         is_chat = parts and all(isinstance(part, Mapping) for part in parts)
         return parts if is_chat else tuple(map(index, parts))
     except TypeError as error:
-        raise InputError(f"got the prompt {prompt!r:.200}, expected text, messages or token ids (int)") from error
+        raise InputError(
+            f"got the prompt {prompt!r:.200}, expected text, messages or token ids (int)"
+        ) from error
 
 
 def encode_open(model: LanguageModel, text: str) -> list[int]:
@@ -151,7 +153,15 @@ def generate(
     True
     """
     sampling, limits, control = checked_settings(
-        k, max_new_tokens, stop, ignore_eog, temperature=temperature, top_k=top_k, top_p=top_p, rule=rule, seed=seed
+        k,
+        max_new_tokens,
+        stop,
+        ignore_eog,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        rule=rule,
+        seed=seed,
     )
     if not hasattr(prompt, "messages"):
         prompt = checked_prompt(prompt)
@@ -164,7 +174,9 @@ def generate(
         if control is None:
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers only choose the length of chains
-            raise InputError(f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain")
+            raise InputError(
+                f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain"
+            )
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
         ends = {"chooser": Chooser(sampling), "stopping": stopping}
@@ -174,7 +186,9 @@ def generate(
         if drafter is None:
             running = loop.autoregressive(target, ids, after_prompt, **ends)
         else:
-            running = loop.speculative(target, drafter, ids, after_prompt, control=control, strict=strict, **ends)
+            running = loop.speculative(
+                target, drafter, ids, after_prompt, control=control, strict=strict, **ends
+            )
         rounds = []
         shown_s = 0.0
         for newest in running:
@@ -193,7 +207,8 @@ def generate(
             k=control.k_max if drafter else 0,
             controller=control.name if drafter and control is k else "",
             translation=str(drafter.translation or "") if drafter else "",
-            **vars(sampling) | {"rule": ("greedy" if sampling.greedy and named else rule_name) if drafter else ""},
+            **vars(sampling)
+            | {"rule": ("greedy" if sampling.greedy and named else rule_name) if drafter else ""},
             max_new_tokens=limits.max_new_tokens,
             lossless=not drafter or (named and rule_name not in LOSSY),
             prompt_ids=ids,
@@ -216,9 +231,13 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
 
         drafter = ModelDrafter(drafter)
     if not isinstance(drafter, Drafter):
-        raise InputError(f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name")
+        raise InputError(
+            f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name"
+        )
     if drafter.model is target:
-        raise InputError(f"{target.name} cannot be its own drafter, because it has one state: load it a second time")
+        raise InputError(
+            f"{target.name} cannot be its own drafter, because it has one state: load it a second time"
+        )
     if drafter.target not in (None, target):
         raise InputError(
             f"{drafter.name} reads hidden states of another opened {drafter.target.name}: open the target only once"

@@ -31,13 +31,17 @@ ROW_TOLERANCE = 1e-3
 """Largest deviation of the sum of a q_draft row from 1, for rounding in half precision."""
 
 
-def prefill(target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None) -> np.ndarray:
+def prefill(
+    target: LanguageModel, prompt_ids: Sequence[int], drafter: Drafter | None = None
+) -> np.ndarray:
     """Process the prompt, start the drafter, and return the logits after the prompt, `(1, vocab)`.
 
     Resets the target. Raises InputError (empty prompt), CapacityError (longer than the context).
     """
     if len(prompt_ids) == 0:
-        raise InputError("got a prompt without tokens, expected at least one token: give a longer prompt")
+        raise InputError(
+            "got a prompt without tokens, expected at least one token: give a longer prompt"
+        )
     target.reset()
     after_prompt = target.forward(prompt_ids, n_logits=1)
     if drafter is not None:
@@ -74,7 +78,20 @@ def autoregressive(
         tokens.extend(committed)
         verify_s = verified - began
         other_s = perf_counter() - verified
-        yield Round(index, 0, 0, (), committed, (), 0.0, verify_s, 0.0, other_s, verify_s, int(ahead is None))
+        yield Round(
+            index,
+            0,
+            0,
+            (),
+            committed,
+            (),
+            0.0,
+            verify_s,
+            0.0,
+            other_s,
+            verify_s,
+            int(ahead is None),
+        )
 
 
 def speculative(
@@ -118,7 +135,9 @@ def speculative(
             return
         began = perf_counter()
         # 1. Draft, within the limits of the context, of the forward pass, and of the generation.
-        limit = min(control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1)
+        limit = min(
+            control.draft_length(), target.caps.n_ctx - len(tokens), target.caps.max_width - 1
+        )
         if stopping.drafting_failed:
             limit = 0
         drafting = DraftChooser(chooser.sampling, chooser.draws)
@@ -143,10 +162,14 @@ def speculative(
             verdict = rule(logits, proposal, chooser)
         except NonFiniteLogits as error:
             raise _located(error, target, [*tokens, *_before_bad(logits, proposal)]) from error
-        committed = stopping.admit((*(proposal.ids[node] for node in verdict.path), verdict.next_id))
+        committed = stopping.admit(
+            (*(proposal.ids[node] for node in verdict.path), verdict.next_id)
+        )
         tokens.extend(committed)
         n_accepted = min(len(verdict.path), len(committed))  # fewer if generation ends within them
-        control.update(RoundOutcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed)))
+        control.update(
+            RoundOutcome(len(proposal.ids), n_accepted, target.vocab.decode_bytes(committed))
+        )
         accepted_at = perf_counter()
         # 4. Roll back target and drafter: remove the draft tokens that were not committed, so that
         # the target's state again contains every token except the newest.
@@ -182,7 +205,9 @@ def _proposed(
     asked = limit if drafter.tree_nodes else min(limit, depth)
     proposal = drafter.propose(view, asked, picker) if min(asked, depth) > 0 else NOTHING
     if len(proposal.ids) > max(asked, 0):
-        raise InputError(f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, expected at most {asked}")
+        raise InputError(
+            f"drafter {drafter.name} proposed {len(proposal.ids)} tokens, expected at most {asked}"
+        )
     if proposal.tree is not None:
         accept.require_trees(target)
         return accept.checked(proposal, depth)
@@ -196,14 +221,20 @@ def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -
     rows = proposal.q_draft
     expected = (len(proposal.ids), target.vocab.size)
     if rows.shape != expected:
-        raise InputError(f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}")
+        raise InputError(
+            f"drafter {drafter.name} reports q_draft of shape {rows.shape}, expected {expected}"
+        )
     sums = rows.sum(axis=1)
     chances = rows[range(len(rows)), proposal.ids]
     if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
-        raise InputError(f"got q = {chances} and row sums {sums} from {drafter.name}, expected q > 0 and sums of 1")
+        raise InputError(
+            f"got q = {chances} and row sums {sums} from {drafter.name}, expected q > 0 and sums of 1"
+        )
 
 
-def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None) -> np.ndarray:
+def _logits(
+    target: LanguageModel, tokens: list[int], proposal: Proposal, ahead: np.ndarray | None
+) -> np.ndarray:
     """Return the logits after the newest token and after each draft token, `(k + 1, vocab)`.
 
     Runs one forward pass. `ahead` is the first row if the newest token is already in the state.
@@ -212,7 +243,9 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
         used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
-        raise StateError(f"{used}: another generation or the drafter used it. Load the model once for each of them")
+        raise StateError(
+            f"{used}: another generation or the drafter used it. Load the model once for each of them"
+        )
     ids = proposal.ids
     tree = proposal.tree
     if ahead is None:
@@ -224,7 +257,9 @@ def _logits(target: LanguageModel, tokens: list[int], proposal: Proposal, ahead:
     return rows if ahead is None else np.concatenate([ahead, rows])
 
 
-def _keep(target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None) -> None:
+def _keep(
+    target: LanguageModel, proposal: Proposal, path: Sequence[int], ahead: np.ndarray | None
+) -> None:
     """Keep the newest token and the draft tokens on `path` in the state; remove the others."""
     if proposal.tree is None:
         target.rewind(len(proposal.ids) - len(path))
@@ -241,7 +276,9 @@ def _before_bad(logits: np.ndarray, proposal: Proposal) -> list[int]:
     return [proposal.ids[node] for node in path]
 
 
-def _located(error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]) -> NonFiniteLogits:
+def _located(
+    error: NonFiniteLogits, model: LanguageModel | Drafter, fed: Sequence[int]
+) -> NonFiniteLogits:
     """Return the error of a non-finite row after `fed`, with its position and the module added."""
     layer = model.locate_nonfinite(fed) or "unknown"
     where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
@@ -266,8 +303,12 @@ class StopRules:
     def __post_init__(self) -> None:
         require_number("max_new_tokens", self.max_new_tokens, Integral, 0)
         # Command-line bytes that are not UTF-8 become lone surrogates, which cannot be encoded.
-        if bad := [s for s in self.stop_strings if not s or str(s).encode(errors="ignore").decode() != s]:
-            raise InputError(f"got the stop string {bad[0]!a}, expected a text in UTF-8 that is not empty")
+        if bad := [
+            s for s in self.stop_strings if not s or str(s).encode(errors="ignore").decode() != s
+        ]:
+            raise InputError(
+                f"got the stop string {bad[0]!a}, expected a text in UTF-8 that is not empty"
+            )
 
 
 class Stopping:

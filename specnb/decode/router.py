@@ -127,7 +127,9 @@ class Arm:
         `n_drafted` of its draft tokens came from this arm, at `step_s` seconds per draft step.
         """
         if self.copies:
-            self._pending = [pending for pending in self._pending if not self._score(tokens, pending)]
+            self._pending = [
+                pending for pending in self._pending if not self._score(tokens, pending)
+            ]
             return
         self.control.update(RoundOutcome(n_drafted, n_accepted, b""))
         if n_drafted:
@@ -168,7 +170,11 @@ class Router(DrafterBase):
     """
 
     def __init__(
-        self, arms: Sequence[Arm], verify_s: Sequence[float], *, clock: Callable[[], float] | None = None
+        self,
+        arms: Sequence[Arm],
+        verify_s: Sequence[float],
+        *,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self.chooses_k = len(verify_s) - 2
         self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
@@ -180,7 +186,9 @@ class Router(DrafterBase):
         self.read_cost = self.verify_s[-1] / self.verify_s[1] / (len(verify_s) - 1)
         """Cost of processing one token in a forward pass over several tokens, in single steps."""
         for arm in self.arms:
-            arm.control = CostAware(self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected)
+            arm.control = CostAware(
+                self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected
+            )
             arm.control.seed_rate()
         self._clock = clock or perf_counter
         self._measured_s = self.verify_s.copy()
@@ -278,7 +286,9 @@ class Router(DrafterBase):
         self.choices.append((best.arm.drafter.name if best else "", n_drafted, n_accepted))
         for arm in self.arms:
             if best and arm is best.arm:
-                arm.learn(tokens, n_drafted, n_accepted, draft_s / self._pace / best.steps[n_drafted])
+                arm.learn(
+                    tokens, n_drafted, n_accepted, draft_s / self._pace / best.steps[n_drafted]
+                )
             else:
                 arm.learn(tokens, 0, n_accepted, 0.0)
         self._n = 0

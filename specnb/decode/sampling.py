@@ -61,7 +61,11 @@ class Sampling:
             order = np.argsort(-logits, kind="stable")[: self.top_k or None]
             mass = np.cumsum(row[order])
             # the smallest set whose mass reaches top_p; it always contains the best token
-            nucleus = 1 + int(np.searchsorted(mass, self.top_p * mass[-1])) if self.top_p < 1 else len(order)
+            nucleus = (
+                1 + int(np.searchsorted(mass, self.top_p * mass[-1]))
+                if self.top_p < 1
+                else len(order)
+            )
             kept = np.zeros_like(row)
             kept[order[:nucleus]] = row[order[:nucleus]]
             row = kept
@@ -85,7 +89,9 @@ def argmax(logits: np.ndarray) -> int:
     """
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
-        raise NonFiniteLogits(f"the row of logits has {logits[best]} at token {best} as its largest entry")
+        raise NonFiniteLogits(
+            f"the row of logits has {logits[best]} at token {best} as its largest entry"
+        )
     return best
 
 

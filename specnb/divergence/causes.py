@@ -168,7 +168,9 @@ def _parameters(lab: Lab, bad: Outcome, module: str) -> set[str]:
     names = canonical(path for path, _ in lab.reference.named_modules())
     holders = {path: names[path.rpartition(".")[0]] for path in lab.loaded}
     ran = {*holders.values()} if module else {*bad.trace.tensors["module"]}
-    hidden = {item for item in ran - {*bad.errors["at"]} if item.startswith(module and f"{module}.")}
+    hidden = {
+        item for item in ran - {*bad.errors["at"]} if item.startswith(module and f"{module}.")
+    }
     return {path for path, holder in holders.items() if holder == module or holder in hidden}
 
 

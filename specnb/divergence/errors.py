@@ -62,7 +62,9 @@ class Node(NamedTuple):
 
 def name_module(node: Node) -> str:
     """Return a readable name for the module of a node."""
-    return node.module or ("the model's inputs" if node.role == "in" and not node.at else "the model itself")
+    return node.module or (
+        "the model's inputs" if node.role == "in" and not node.at else "the model itself"
+    )
 
 
 def expand_tokens(tensors: Sequence[tuple], **more: type) -> pd.DataFrame:
@@ -77,7 +79,9 @@ def expand_tokens(tensors: Sequence[tuple], **more: type) -> pd.DataFrame:
 
 def noise_floors(sound: Iterable[pd.DataFrame], dtype: str) -> pd.Series:
     """Return the largest error of each tensor in sound runs; at least the rounding of `dtype`."""
-    return pd.concat(sound).groupby(TENSOR)["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
+    return (
+        pd.concat(sound).groupby(TENSOR)["error"].max().clip(lower=ROUNDING[dtype]).rename("floor")
+    )
 
 
 def judge_errors(errors: pd.DataFrame, floor: pd.Series, feeds: np.ndarray) -> pd.DataFrame:
@@ -116,7 +120,12 @@ def give_verdict(
     """
     if located:
         return "DIVERGENT", ""
-    steps = ("INCONCLUSIVE", doubts), ("PRECISION_ONLY", excuses), ("SOUND", [sound]), ("PRECISION_ONLY", [rest])
+    steps = (
+        ("INCONCLUSIVE", doubts),
+        ("PRECISION_ONLY", excuses),
+        ("SOUND", [sound]),
+        ("PRECISION_ONLY", [rest]),
+    )
     return next((name, reason) for name, reasons in steps for reason in reasons if reason)
 
 
@@ -131,7 +140,9 @@ def rounding(dtypes: Iterable[str]) -> float:
 def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
     """Return the single factor that explains these gains and relative L2 errors, or None."""
     middle = np.median(gain)
-    rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+    rest = np.sqrt(
+        np.clip(error**2 - (gain - 1) ** 2, 0, None)
+    )  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
     off = max(np.abs(gain - middle).max(), np.median(rest))
     # All gains are also near 0 if the output is small and unrelated to the correct one.
     return middle if off < limit * min(abs(middle - 1), middle) else None
@@ -162,7 +173,9 @@ def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return (a * b).sum(1) / (a * a).sum(1)
 
 
-def margins(scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True) -> np.ndarray:
+def margins(
+    scores: np.ndarray, chosen: np.ndarray, instead: np.ndarray, *, ordered: bool = True
+) -> np.ndarray:
     """Return how far apart the scores of `chosen` and `instead` are `(n,)`, relative to all scores.
 
     `scores` is `(n, experts)`; the others are indices `(n, k)`. Rounding may decide near-ties. inf

@@ -91,7 +91,9 @@ def read_texts(path: Path) -> list[ForeignText]:
         name = text.id or f"line {first.setdefault(text.prompt, number)}"
         texts.append(text.model_copy(update={"id": name}))
     if not texts:
-        raise InputError(f"{path}: got no texts, expected one JSON object with prompt and output per line")
+        raise InputError(
+            f"{path}: got no texts, expected one JSON object with prompt and output per line"
+        )
     return texts
 
 
@@ -121,15 +123,26 @@ def audit_texts(
         progress(number, len(texts), f"{text.source} {text.id}".strip())
         prompt, ids = key
         if ids and key not in forced:
-            rows, noise, ranges = force(target, prompt, [(token,) for token in ids], width=WIDTH, other=other)
+            rows, noise, ranges = force(
+                target, prompt, [(token,) for token in ids], width=WIDTH, other=other
+            )
             margins = [row.max() - row[0] for row in rows]
-            columns = {"position": range(len(ids)), "token": ids, "margin": margins, "noise": noise, "range": ranges}
+            columns = {
+                "position": range(len(ids)),
+                "token": ids,
+                "margin": margins,
+                "noise": noise,
+                "range": ranges,
+            }
             forced[key] = pd.DataFrame(columns)
     if not forced:
         raise InputError("got no output token in any text, expected at least one")
     # 2. How large are rounding errors?
     every = pd.concat(forced.values())
-    noise, share = every["noise"].quantile(QUANTILE), (every["noise"] / every["range"]).quantile(QUANTILE)
+    noise, share = (
+        every["noise"].quantile(QUANTILE),
+        (every["noise"] / every["range"]).quantile(QUANTILE),
+    )
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
@@ -137,7 +150,9 @@ def audit_texts(
     limit = 2 * noise if is_rounding else None
     # 3. Judge each source.
     labeled = zip(texts, keys, strict=True)
-    rows = pd.concat(forced[key].assign(id=text.id, source=text.source) for text, key in labeled if key in forced)
+    rows = pd.concat(
+        forced[key].assign(id=text.id, source=text.source) for text, key in labeled if key in forced
+    )
     controls = {text.source: text.control for text in texts}
     verdicts = [_judge(source, control, rows, limit) for source, control in controls.items()]
     return ForeignAudit(verdicts, limit, line)
@@ -149,13 +164,23 @@ def _encode(
     """Return the ids of the prompt and of the output that continues it. Raises InputError."""
     prompt, ids = prompt_ids(target, text.prompt), text.output
     if isinstance(ids, str):
-        ids = encode_exact(target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass"))
+        ids = encode_exact(
+            target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass")
+        )
         if ids is None:
-            raise InputError(f"text {text.id!r}: {target.name} cannot encode {text.output!r:.80}; give token ids")
+            raise InputError(
+                f"text {text.id!r}: {target.name} cannot encode {text.output!r:.80}; give token ids"
+            )
     ids = ids[:max_tokens]
-    if not prompt or len(prompt) + len(ids) > room or not set(prompt + ids) <= set(range(target.vocab.size)):
+    if (
+        not prompt
+        or len(prompt) + len(ids) > room
+        or not set(prompt + ids) <= set(range(target.vocab.size))
+    ):
         got = f"{len(prompt)} + {len(ids)} ids: {prompt + ids!s:.150}"
-        raise InputError(f"text {text.id!r}: got {got}; expected 1 to {room} (n_ctx), below {target.vocab.size}")
+        raise InputError(
+            f"text {text.id!r}: got {got}; expected 1 to {room} (n_ctx), below {target.vocab.size}"
+        )
     return prompt, ids
 
 
@@ -173,7 +198,9 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
         frequent = low > high
     # 2. Does rounding explain their margins?
     shares = forks["margin"] / forks["range"]
-    explained = shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
+    explained = (
+        shares.le(ROUNDING[False]).all() if limit is None else forks["margin"].le(limit).all()
+    )
     if forks.empty:
         verdict = "identical"
     elif frequent or not explained:
@@ -182,4 +209,6 @@ def _judge(source: str, control: str, rows: pd.DataFrame, limit: float | None) -
         verdict = "inconclusive" if limit is None else "near ties"
     first = "{id} token {position}".format(**forks.iloc[0]) if len(forks) else ""
     margin = max([0.0, *forks["margin"]])
-    return SourceVerdict(source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first)
+    return SourceVerdict(
+        source, verdict, rows["id"].nunique(), len(rows), len(forks), new, margin, first
+    )

@@ -77,20 +77,42 @@ class Investigation:
         ran = {"clean": [], "wrong": []}
         for name, outcome in self.outcomes.items():
             ran["clean" if outcome.clean else "wrong"].append(name)
-        summary = "; ".join(f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names)
+        summary = "; ".join(
+            f"{' '.join(names)} {verdict}" for verdict, names in ran.items() if names
+        )
         first = self.first
         if first is None:
-            alone = "" if self.facts["in_service"] else "; without a service: the models ran by themselves"
+            alone = (
+                ""
+                if self.facts["in_service"]
+                else "; without a service: the models ran by themselves"
+            )
             return f"{self.verdict}: {self.reason}; {summary}{alone}"
         tokens = f"{first.n_tokens} of {self.coverage.tokens} tokens from {first.first_token} on"
         cause = self.causes[0]
         strongest = max(cause.signs, default=None)
         why = f" ({strongest.says})" if strongest and strongest.weight > 0 else ""
-        called = f"cause {cause.name}" if self.cause_known else f"cause not known; likeliest {cause.name}"
+        called = (
+            f"cause {cause.name}"
+            if self.cause_known
+            else f"cause not known; likeliest {cause.name}"
+        )
         random = "" if self.repeats else "; its output differs from run to run"
-        random += " (it is in training mode: call its `eval`)" if random and self.facts["training"] else ""
-        inside = f" or in one of {len(self.hidden)} modules that could not be compared" if self.hidden else ""
-        harmless = f"; but {self.reason}: this does not explain rejected draft tokens" if self.reason else ""
+        random += (
+            " (it is in training mode: call its `eval`)"
+            if random and self.facts["training"]
+            else ""
+        )
+        inside = (
+            f" or in one of {len(self.hidden)} modules that could not be compared"
+            if self.hidden
+            else ""
+        )
+        harmless = (
+            f"; but {self.reason}: this does not explain rejected draft tokens"
+            if self.reason
+            else ""
+        )
         return f"DIVERGENT: first at {name_module(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
 
     @property
@@ -100,7 +122,9 @@ class Investigation:
         if not first.at and first.role == "in":  # no module computed what the model was fed
             return []
         inner = first.module and f"{first.module}."
-        return [module for module in self.coverage.uncompared if module and module.startswith(inner)]
+        return [
+            module for module in self.coverage.uncompared if module and module.startswith(inner)
+        ]
 
     @property
     def cause_known(self) -> bool:
@@ -144,7 +168,9 @@ class Investigation:
             signs = {f"{sign.says} ({sign.weight:+g})": sign.weight for sign in cause.signs}
             for_it = [says for says, weight in signs.items() if weight > 0]
             against_it = [says for says, weight in signs.items() if weight < 0]
-            rows.append((cause.name, cause.score, for_it, against_it, cause.issues, cause.next_experiment))
+            rows.append(
+                (cause.name, cause.score, for_it, against_it, cause.issues, cause.next_experiment)
+            )
         columns = ["cause", "score", "for_it", "against_it", "issues", "next_experiment"]
         return pd.DataFrame(rows, columns=columns)
 
@@ -232,7 +258,10 @@ def judge_service(
     coverage = max(covered, key=lambda item: (not item.output, len(item.uncompared)))
     verdict, reason = _verdict(lab, outcomes, _doubts(lab, outcomes, coverage, repeats, inert))
     causes = rank(gather(lab, outcomes, repeats=repeats)) if wrong else []
-    facts = _facts(lab) | {"in_service": deploy is not None, "seconds": time.perf_counter() - started}
+    facts = _facts(lab) | {
+        "in_service": deploy is not None,
+        "seconds": time.perf_counter() - started,
+    }
     return Investigation(verdict, reason, lab, outcomes, causes, coverage, repeats, inert, facts)
 
 
@@ -257,10 +286,20 @@ def _facts(lab: Lab) -> dict[str, Any]:
 
 
 def random_script(
-    draft: Module, target: Module | None = None, *, tokens: int = 32, prompt: int = 16, k: int = 3, seed: int = 0
+    draft: Module,
+    target: Module | None = None,
+    *,
+    tokens: int = 32,
+    prompt: int = 16,
+    k: int = 3,
+    seed: int = 0,
 ) -> Script:
     """Return a script of random tokens that both models have: a prompt, then rounds of `k`."""
-    size = min(model.get_input_embeddings().num_embeddings for model in (draft, target) if model is not None)
+    size = min(
+        model.get_input_embeddings().num_embeddings
+        for model in (draft, target)
+        if model is not None
+    )
     text = np.random.default_rng(seed).integers(0, size, tokens).tolist()
     return Script.drafting(text, prompt=prompt, k=k, vocab_size=size, seed=seed)
 
@@ -273,19 +312,29 @@ def _verdict(lab: Lab, outcomes: Mapping[str, Outcome], doubts: Iterable[str]) -
     verdict, reason = errors.give_verdict(
         bool(wrong),
         doubts=doubts,
-        excuses=["all positions are offset by one number, which RoPE does not see" for item in ran if item.offset],
+        excuses=[
+            "all positions are offset by one number, which RoPE does not see"
+            for item in ran
+            if item.offset
+        ],
         sound="every setup is bit-identical to a copy of the draft as loaded" if alike else "",
         rest="bits differ from the pristine copy's, in no module by more than another order of summation",
     )
     if verdict == "DIVERGENT":
         far, apart = lab.logits_off(wrong)
-        reason = "" if far > TIMES_FLOOR * apart else f"its logits differ by {far:.1g}, no more than rounding"
+        reason = (
+            ""
+            if far > TIMES_FLOOR * apart
+            else f"its logits differ by {far:.1g}, no more than rounding"
+        )
     elif verdict != "INCONCLUSIVE":
         reason += _foreign(outcomes)
     return verdict, reason
 
 
-def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool) -> Iterator[str]:
+def _doubts(
+    lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repeats: bool, inert: bool
+) -> Iterator[str]:
     """Yield reasons why a draft in which nothing is wrong cannot be judged."""
     for outcome in outcomes.values():
         if outcome.coarser:
@@ -316,7 +365,9 @@ def _doubts(lab: Lab, outcomes: Mapping[str, Outcome], coverage: Coverage, repea
 
 def _foreign(outcomes: Mapping[str, Outcome]) -> str:
     """Return a clause that names a parameter of another model that was read; "" if none was."""
-    read = next((row for outcome in outcomes.values() for row in outcome.foreign.itertuples()), None)
+    read = next(
+        (row for outcome in outcomes.values() for row in outcome.foreign.itertuples()), None
+    )
     return f"; but {read.module} read {read.owner}:{read.owner_path}" if read else ""
 
 
@@ -348,7 +399,11 @@ def text(investigation: Investigation) -> str:
     ]
     if investigation.bad is not None:
         earliest = investigation.nodes().head(EARLIEST).drop(columns=["at", "call"])
-        parts += ["", "Earliest divergences", earliest.to_string(index=False, float_format="{:.4g}".format)]
+        parts += [
+            "",
+            "Earliest divergences",
+            earliest.to_string(index=False, float_format="{:.4g}".format),
+        ]
         parts += ["", "Causes, likeliest first"]
     for cause in investigation.ranked().itertuples():
         if not cause.for_it:

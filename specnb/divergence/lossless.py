@@ -30,7 +30,9 @@ def round_robin(wanted: int | str) -> list[Prompt]:
     turns = zip_longest(*(prompts(name, source=source) for name in categories(source)))
     chosen = [prompt for turn in turns for prompt in turn if prompt is not None]
     if n is not None and not 1 <= n <= len(chosen):
-        raise InputError(f"got {n} prompts, expected 1 to {len(chosen)}: use fewer prompts and more tokens")
+        raise InputError(
+            f"got {n} prompts, expected 1 to {len(chosen)}: use fewer prompts and more tokens"
+        )
     return chosen[:n]
 
 
@@ -90,7 +92,9 @@ def generate_logged(
             number = -1 if place == n_accepted else place
             position = Position(
                 p_target=chooser.sampling.probabilities(logits[node + 1]),
-                q_draft=proposal.q_draft[place] if drafted and proposal.q_draft is not None else None,
+                q_draft=proposal.q_draft[place]
+                if drafted and proposal.q_draft is not None
+                else None,
                 draft_id=drafts[place] if drafted else None,
                 accepted=drafted and place < n_accepted,
                 committed_id=committed,

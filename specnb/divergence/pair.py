@@ -40,7 +40,9 @@ def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
     """Return one model of the pair, "draft" or "target". Leaves global random generators alone."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(**copy.deepcopy(SHAPES["shared"] | SHAPES[role]))  # transformers modifies its arguments
+    config = GptOssConfig(
+        **copy.deepcopy(SHAPES["shared"] | SHAPES[role])
+    )  # transformers modifies its arguments
     with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
         model = GptOssForCausalLM(config).eval()
     # Each role has its own random stream, so that the two models share no weights.
@@ -81,4 +83,6 @@ def _values(name: str, noise: Tensor) -> Tensor:
         return noise
     if name.endswith("bias"):
         return 0.1 * noise
-    return (4.0 if name == "lm_head.weight" else 1.5) / SHAPES["shared"]["hidden_size"] ** 0.5 * noise
+    return (
+        (4.0 if name == "lm_head.weight" else 1.5) / SHAPES["shared"]["hidden_size"] ** 0.5 * noise
+    )

@@ -65,7 +65,9 @@ def layer_number(path: str) -> int | None:
 
 
 def _is_bank(module: Module) -> bool:
-    sizes = {len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3}
+    sizes = {
+        len(parameter) for parameter in module.parameters(recurse=False) if parameter.dim() == 3
+    }
     return sizes == {getattr(module, "num_experts", None)}
 
 

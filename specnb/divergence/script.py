@@ -51,7 +51,9 @@ class Script:
         self.text = tuple(text)
 
     @classmethod
-    def drafting(cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0) -> "Script":
+    def drafting(
+        cls, text: Sequence[int], *, prompt: int, k: int, vocab_size: int, seed: int = 0
+    ) -> "Script":
         """Feed a prompt, then rounds of `k` tokens; every other round rejects all but the first."""
         rng = np.random.default_rng(seed)
         feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
@@ -76,11 +78,15 @@ class Script:
         """
         lengths = [step["length"] for step in trace.facts["steps"]]
         if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may split or merge feeds
-            raise InputError(f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: not those of the script")
+            raise InputError(
+                f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: not those of the script"
+            )
         aligned = Alignment(trace, firsts=self.starts, text=self.text)
         steps = {*aligned.last_step}
         aligned.whole = {
-            key: whole for key, whole in aligned.whole.items() if steps <= {row.step for row in aligned.rows[key]}
+            key: whole
+            for key, whole in aligned.whole.items()
+            if steps <= {row.step for row in aligned.rows[key]}
         }
         return aligned
 
@@ -106,7 +112,9 @@ def feed_script(
             cache = getattr(out, "past_key_values", None)
             if not hasattr(cache, "crop"):
                 lack = f"{type(model).__name__} gives no `past_key_values` that can be cropped"
-                raise InputError(f"{lack}: capture traces of it (specnb divergence capture) and compare them")
+                raise InputError(
+                    f"{lack}: capture traces of it (specnb divergence capture) and compare them"
+                )
             for layer in cache.layers:  # or sliding-window layers discard what a crop needs
                 if hasattr(layer, "activate_past_recording"):
                     layer.activate_past_recording()
@@ -134,7 +142,9 @@ def feed(model: LanguageModel, script: Script, progress: Progress = silent) -> N
             model.rewind(block.forget)
 
 
-def feed_greedily(model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent) -> str:
+def feed_greedily(
+    model: LanguageModel, prompt: Sequence[int], n_new: int, progress: Progress = silent
+) -> str:
     """Feed the prompt, then `n_new` greedy tokens; return why it stopped early (NaN), else ""."""
     logits = model.forward(prompt)
     for number in range(n_new):
@@ -165,6 +175,8 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
         ids, start = step["token_ids"], step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
-            raise InputError(f"{folder}: forward pass {step['step']} has {rows}, expected one full row: give the ids")
+            raise InputError(
+                f"{folder}: forward pass {step['step']} has {rows}, expected one full row: give the ids"
+            )
         end = start + len(ids)
         yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

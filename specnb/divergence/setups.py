@@ -81,7 +81,9 @@ class SetUp(NamedTuple):
     in_blocks: bool = False
 
 
-SETUPS = {name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()}
+SETUPS = {
+    name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()
+}
 FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
 """Setups that always run, and those that follow if the draft is wrong only next to a neighbor."""
 
@@ -137,17 +139,27 @@ class Lab:
         self.draft, self.target, self.script = draft, target, script
         self.dtype = dtype_name(next(draft.parameters()))
         require_known("type of a draft", self.dtype, ROUNDING)
-        if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(script.text):
-            raise InputError(f"got token {max(script.text)}, expected below {size}: give tokens that both models have")
+        if target is not None and (size := target.get_input_embeddings().num_embeddings) <= max(
+            script.text
+        ):
+            raise InputError(
+                f"got token {max(script.text)}, expected below {size}: give tokens that both models have"
+            )
         self.reference = copy_of(draft)
-        self.loaded = {name: digest_tensor(value) for name, value in list_parameters(self.reference).items()}
+        self.loaded = {
+            name: digest_tensor(value) for name, value in list_parameters(self.reference).items()
+        }
         """Digests of parameters and buffers by path; tied ones appear under each of their paths."""
         self.blocks = Script.blocks(script.text, width=BLOCK)
         sound = [_capture_run(self.reference, feeds) for feeds in (self.script, self.blocks)]
         self.sound_logits, self.sound = zip(*sound, strict=True)
         """Runs of the pristine copy: fed as in the script, and in blocks."""
-        self.floor = noise_floors([local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype)
-        routers = self.floor.index.isin([path for path, _ in find(self.reference)["router"]], level="at")
+        self.floor = noise_floors(
+            [local_errors(self.reference, sound_run) for sound_run in self.sound], self.dtype
+        )
+        routers = self.floor.index.isin(
+            [path for path, _ in find(self.reference)["router"]], level="at"
+        )
         self.unsteady = self.floor[(self.floor * TIMES_FLOOR >= 1) & ~routers]
         """Floors of tensors that cannot be judged: sound runs differ so much that zeros would pass.
 
@@ -174,7 +186,11 @@ class Lab:
         run = self._script(setup).align(trace)
         errors = local_errors(self.reference, run)
         sound = self.sound[0].whole
-        pairs = {key: (sound[key].values, whole.values) for key, whole in run.whole.items() if key in sound}
+        pairs = {
+            key: (sound[key].values, whole.values)
+            for key, whole in run.whole.items()
+            if key in sound
+        }
         if offset := find_offset(pairs):
             errors.loc[errors.set_index(TENSOR).index.isin([*offset]), "error"] = 0.0
         # 3. Judge the errors, unless the service computes in lower precision.
@@ -196,25 +212,37 @@ class Lab:
 
         The latter is at least the rounding error of the draft's dtype.
         """
-        far = (_logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes)
+        far = (
+            _logits_off(self.sound[outcome.setup.in_blocks], outcome.run) for outcome in outcomes
+        )
         return max(far, default=0.0), max(_logits_off(*self.sound), ROUNDING[self.dtype])
 
     def _logits(
-        self, setup: SetUp, neighbor: Module | None, unseen: Callable[[], AbstractContextManager] = nullcontext
+        self,
+        setup: SetUp,
+        neighbor: Module | None,
+        unseen: Callable[[], AbstractContextManager] = nullcontext,
     ) -> Logits:
         """Return the draft's logits; its neighbor reads the text before or after each feed."""
 
         def step(_feed: Feed) -> None:
             with torch.no_grad(), unseen():
-                neighbor(torch.tensor([self.script.text], device=next(neighbor.parameters()).device), use_cache=False)
+                neighbor(
+                    torch.tensor([self.script.text], device=next(neighbor.parameters()).device),
+                    use_cache=False,
+                )
 
         steps = {} if neighbor is None or setup.runs == "never" else {setup.runs: step}
         logits = feed_script(self.draft, self._script(setup), **steps)
         vocab = self.sound_logits[0][0].shape[-1]
         for row in logits:
             if row.ndim != 2 or not len(row) or row.shape[-1] != vocab:
-                shapes = f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
-                raise InputError(f"{shapes}: return them over the draft's vocabulary, at least for the last token")
+                shapes = (
+                    f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
+                )
+                raise InputError(
+                    f"{shapes}: return them over the draft's vocabulary, at least for the last token"
+                )
         return logits
 
     def _script(self, setup: SetUp) -> Script:
@@ -292,7 +320,9 @@ class _Replay:
         self._calls[path] += 1
         return _exchanged(output, taken)
 
-    def _compare(self, role: str, named: Iterable[tuple[str, Tensor]], maker: str) -> dict[int, Tensor]:
+    def _compare(
+        self, role: str, named: Iterable[tuple[str, Tensor]], maker: str
+    ) -> dict[int, Tensor]:
         """Compare tensors of the running module with those of the run, and record the errors.
 
         Return the run's tensors, by the id of the tensor that each one replaces.
@@ -318,7 +348,9 @@ class _Replay:
             # Copy it, because hooks and modules write into it.
             substitute = torch.from_numpy(np.moveaxis(recorded, 0, whole.axis).copy())
             replacements[id(replayed)] = substitute.to(replayed)
-            chosen_by = _scores_beside(replayed, [tensor for _, tensor in pairs]) if choice else None
+            chosen_by = (
+                _scores_beside(replayed, [tensor for _, tensor in pairs]) if choice else None
+            )
             if chosen_by is not None:
                 scores, ordered = chosen_by
                 scores = flat(np.moveaxis(to_numpy(scores), whole.axis, 0))
@@ -329,7 +361,9 @@ class _Replay:
             self._note(labels, discrete, whole.gaps, error, gains(computed, recorded))
         return replacements
 
-    def _note(self, labels: tuple, discrete: bool, gaps: np.ndarray, error: np.ndarray, gain: np.ndarray) -> None:
+    def _note(
+        self, labels: tuple, discrete: bool, gaps: np.ndarray, error: np.ndarray, gain: np.ndarray
+    ) -> None:
         """Record errors and gains at all positions except the gaps."""
         columns = np.arange(len(error)), error, gain
         self.errors.append((*labels, discrete, *(np.delete(column, gaps) for column in columns)))
@@ -337,7 +371,9 @@ class _Replay:
 
 def _comparable(computed: np.ndarray, recorded: np.ndarray) -> bool:
     """Return whether two tensors have the same shape and are both real or both complex."""
-    return computed.shape == recorded.shape and np.iscomplexobj(computed) == np.iscomplexobj(recorded)
+    return computed.shape == recorded.shape and np.iscomplexobj(computed) == np.iscomplexobj(
+        recorded
+    )
 
 
 def _of_other_k(computed: np.ndarray, whole: Whole) -> bool:
@@ -360,7 +396,11 @@ def _scores_beside(chosen: Tensor, outputs: list[Tensor]) -> tuple[Tensor, bool]
     The scores are an output with more values per token. The order matters if the module also
     returns weights of the chosen experts. None if there are no scores.
     """
-    floats = [item for item in outputs if item.is_floating_point() and item.shape[:-1] == chosen.shape[:-1]]
+    floats = [
+        item
+        for item in outputs
+        if item.is_floating_point() and item.shape[:-1] == chosen.shape[:-1]
+    ]
     scores = next((item for item in floats if item.shape[-1] > chosen.shape[-1]), None)
     if scores is None:
         return None
@@ -376,7 +416,9 @@ def _error_of(computed: np.ndarray, recorded: np.ndarray) -> np.ndarray:
 
 def _exchanged(value: Any, taken: Mapping[int, Tensor]) -> Any:
     """Return the same structure with some of its tensors replaced."""
-    return tree_map_only(Tensor, lambda tensor: taken.get(id(tensor), tensor), value, is_leaf=is_cache)
+    return tree_map_only(
+        Tensor, lambda tensor: taken.get(id(tensor), tensor), value, is_leaf=is_cache
+    )
 
 
 # --- logits ---------------------------------------------------------------------------------------
@@ -389,7 +431,9 @@ def _coarser_type(logits: Logits, dtype: str) -> str:
     # Least precise first: most bfloat16 values are float16 values, too.
     for name, size in reversed(ROUNDING.items()):
         kind = getattr(torch, name)
-        if size > ROUNDING[dtype] and all(torch.equal(row, row.to(kind).to(row.dtype)) for row in logits):
+        if size > ROUNDING[dtype] and all(
+            torch.equal(row, row.to(kind).to(row.dtype)) for row in logits
+        ):
             return name
     return ""
 
@@ -444,7 +488,9 @@ class Coverage(NamedTuple):
         # A wrapper that the copy lacks counts if a compared module returned its output.
         gave = trace.rows(role="out").groupby("module")["digest"].agg(set)
         known = set().union(*(gave[module] for module in compared))
-        compared |= {module for module in ran - compared if module in gave and gave[module] <= known}
+        compared |= {
+            module for module in ran - compared if module in gave and gave[module] <= known
+        }
         holders = tuple(f"{module}." for module in compared if module)
         with_holder = {module for module in ran - compared if module.startswith(holders)}
         read = {*trace.params.loc[trace.params["owner"] == OWN, "owner_path"]}

@@ -78,7 +78,9 @@ class ModuleTrace:
 
     def rows(self, **where: object) -> pd.DataFrame:
         """Return the rows with these values, e.g. `rows(module="layers.0.mlp", role="out")`."""
-        return self.tensors[np.logical_and.reduce([self.tensors[name] == value for name, value in where.items()])]
+        return self.tensors[
+            np.logical_and.reduce([self.tensors[name] == value for name, value in where.items()])
+        ]
 
     def save(self, folder: Path) -> Path:
         """Write the trace to `folder`; return the folder."""
@@ -102,7 +104,9 @@ def read_facts(folder: Path) -> dict[str, Any]:
     """Read the facts of a trace folder. Raises InputError as `ModuleTrace.load`."""
     content = read_json(folder / FACTS)
     if content.get("format") != FORMAT:
-        raise InputError(f"{folder}: got format {content.get('format')}, expected {FORMAT}: capture it again")
+        raise InputError(
+            f"{folder}: got format {content.get('format')}, expected {FORMAT}: capture it again"
+        )
     return content["facts"]
 
 
@@ -125,9 +129,13 @@ def rename_all(names: Iterable[str], rename: Mapping[str, str]) -> dict[str, str
         try:
             after = {name: re.sub(pattern, by, new) for name, new in after.items()}
         except (re.error, IndexError) as error:
-            raise InputError(f"got rename {pattern!r} to {by!r}, expected arguments of re.sub: {error}") from error
+            raise InputError(
+                f"got rename {pattern!r} to {by!r}, expected arguments of re.sub: {error}"
+            ) from error
     if len({*after.values()}) < len(after):
-        raise InputError(f"rename {dict(rename)} gives two modules the same name: make them distinct")
+        raise InputError(
+            f"rename {dict(rename)} gives two modules the same name: make them distinct"
+        )
     return after
 
 
@@ -144,14 +152,21 @@ def find_offset(pairs: Mapping[Key, tuple[np.ndarray, np.ndarray]]) -> set[Key]:
     tensors `(tokens, …)` of two runs.
     """
     given = {
-        key for key, (a, _) in pairs.items() if key.role == "in" and "position" in key.name and a.dtype.kind in "iu"
+        key
+        for key, (a, _) in pairs.items()
+        if key.role == "in" and "position" in key.name and a.dtype.kind in "iu"
     }
     modules = {key.module for key in given}
     angles = defaultdict(list)
     for key in pairs:
         if key.module in modules and key.role == "out" and key.name in ("out", "out.1"):
             angles[key.module, key.call].append(key)
-    turned = {key for keys in angles.values() if _turned_alike([pairs[key] for key in keys]) for key in keys}
+    turned = {
+        key
+        for keys in angles.values()
+        if _turned_alike([pairs[key] for key in keys])
+        for key in keys
+    }
     return turned | given if turned else set()
 
 
@@ -160,7 +175,10 @@ def _turned_alike(outputs: Sequence[tuple[np.ndarray, np.ndarray]]) -> bool:
     if len({values.shape for pair in outputs for values in pair}) != 1:
         return False
     runs = zip(*outputs, strict=True)
-    phases = [angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1] for angles in runs]
+    phases = [
+        angles[0] if len(angles) == 1 else angles[0].astype(float) + 1j * angles[1]
+        for angles in runs
+    ]
     if not len(phases[0]) or not all(map(np.iscomplexobj, phases)):
         return False
     turn = phases[1] * phases[0].conj() / np.abs(phases[0]) ** 2
@@ -220,19 +238,27 @@ class Alignment:
         """Renamed paths of modules, by captured path."""
         self.steps = trace.facts["steps"]
         if firsts:
-            self.steps = [step | {"first_position": first} for step, first in zip(self.steps, firsts, strict=True)]
+            self.steps = [
+                step | {"first_position": first}
+                for step, first in zip(self.steps, firsts, strict=True)
+            ]
         state = _state(self.steps)
         self.positions = np.array([*state], np.int64)
         self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
         if text is not None:  # drop the last rollback's tokens
-            self.positions, self.last_step = self.positions[: len(text)], self.last_step[: len(text)]
+            self.positions, self.last_step = (
+                self.positions[: len(text)],
+                self.last_step[: len(text)],
+            )
             self.tokens = np.array(text)
 
     @cached_property
     def rows(self) -> dict[Key, list[Any]]:
         """The rows of `trace.tensors` by key, in run order, without states."""
         rows = self.trace.tensors[self.trace.tensors["role"] != "state"]
-        rows = rows.assign(module=rows["module"].map(self.names), holder=rows["holder"].map(self.names))
+        rows = rows.assign(
+            module=rows["module"].map(self.names), holder=rows["holder"].map(self.names)
+        )
         by_key = defaultdict(list)
         for row in rows.itertuples(index=False):
             by_key[Key(row.module, row.call, row.role, row.name)].append(row)
@@ -241,7 +267,11 @@ class Alignment:
     @cached_property
     def whole(self) -> dict[Key, Whole]:
         """The tensors with a token axis and the same other axes in all steps (excludes masks)."""
-        return {key: whole for key, rows in self.rows.items() if (whole := self._whole(rows)) is not None}
+        return {
+            key: whole
+            for key, rows in self.rows.items()
+            if (whole := self._whole(rows)) is not None
+        }
 
     def _whole(self, rows: list[Any]) -> Whole | None:
         if (axis := self._token_axis(rows)) is None:
@@ -250,13 +280,20 @@ class Alignment:
         if len({part.shape[1:] for part in parts}) > 1:
             return None
         n = len(self.positions)
-        values, missing = np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)), np.ones(n, bool)
+        values, missing = (
+            np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)),
+            np.ones(n, bool),
+        )
         for row, part in zip(rows, parts, strict=True):
             step = self.steps[row.step]  # a tensor may have only the step's last tokens
-            places = index_of(self.positions, step["first_position"] + np.arange(-len(part), 0) + step["length"])
+            places = index_of(
+                self.positions, step["first_position"] + np.arange(-len(part), 0) + step["length"]
+            )
             last = np.append(self.last_step, -1)[places] == row.step
             values[places[last]], missing[places[last]] = part[last], False
-        return None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
+        return (
+            None if missing.all() else Whole(values, axis, np.flatnonzero(missing), rows[0].dtype)
+        )
 
     def _token_axis(self, rows: list[Any]) -> int | None:
         """Return the first axis after the batch that is as long as the step, in every step.
@@ -268,7 +305,11 @@ class Alignment:
             return None
         start = int(n > 1 and all(row.shape[0] == 1 for row in rows))
         lengths = [(row.shape, self.steps[row.step]["length"]) for row in rows]
-        axes = (axis for axis in range(start, n) if all(shape[axis] == length for shape, length in lengths))
+        axes = (
+            axis
+            for axis in range(start, n)
+            if all(shape[axis] == length for shape, length in lengths)
+        )
         # An output head may get only the last token of a prompt.
         last_only = n in (2, 3) and all({*row.shape[:-1]} == {1} for row in rows)
         return next(axes, n - 2 if last_only else None)

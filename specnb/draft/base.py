@@ -132,7 +132,11 @@ class DrafterBase:
 
     def locate_nonfinite(self, ids: Sequence[int]) -> str:
         """Return the name of the first module with a NaN or Inf output for `ids`; "" if unknown."""
-        return self.model.locate_nonfinite(ids) if self.model and self.model.vocab is self.vocab else ""
+        return (
+            self.model.locate_nonfinite(ids)
+            if self.model and self.model.vocab is self.vocab
+            else ""
+        )
 
     def close(self) -> None:
         """Free the resources of the drafter."""

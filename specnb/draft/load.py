@@ -31,7 +31,9 @@ def check_drafter(name: str, target: str, **options: Any) -> None:
         checked_name(name)
 
 
-def load_drafter(name: str, target: LanguageModel, *, strict: bool = False, **options: Any) -> LoadedDrafter:
+def load_drafter(
+    name: str, target: LanguageModel, *, strict: bool = False, **options: Any
+) -> LoadedDrafter:
     """Open a drafter for `target`: a name in `registry.DRAFTERS`, or a draft model.
 
     A draft model runs in the target's engine by default (`join_engine`). If a drafter cannot be
@@ -72,7 +74,9 @@ def join_engine(draft: str, target: str) -> str:
         return draft
     if target_spec.backend == "llama" or spec.where == "hf" or "backend=" in draft:
         return draft
-    shared = {key: target_spec.options[key] for key in ("dtype", "device") if key in target_spec.options}
+    shared = {
+        key: target_spec.options[key] for key in ("dtype", "device") if key in target_spec.options
+    }
     joined = parse(draft, **({"backend": "hf"} | shared | spec.options))
     if joined.options.get("dtype") == "int4":
         joined = parse(joined.text, **({"coarse": "true"} | joined.options))

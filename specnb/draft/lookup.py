@@ -23,10 +23,14 @@ class Copier(DrafterBase):
 
     def __init__(self, max_spec_factor: float) -> None:
         if not max_spec_factor > 0:
-            raise InputError(f"got max_spec_factor={max_spec_factor}, expected a number above 0 (inf for no limit)")
+            raise InputError(
+                f"got max_spec_factor={max_spec_factor}, expected a number above 0 (inf for no limit)"
+            )
         self._factor = max_spec_factor
 
-    def copy(self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker) -> tuple[int, ...]:
+    def copy(
+        self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker
+    ) -> tuple[int, ...]:
         """Return up to `k` tokens that followed a match of `n` tokens ending before `start`.
 
         A copy may overlap itself, as in LZ77: a text with period p continues with period p.
@@ -50,7 +54,9 @@ class LookupDrafter(Copier):
 
     def __init__(self, n_max: int = 6, n_min: int = 1, max_spec_factor: float = 4.0) -> None:
         if not 1 <= n_min <= n_max <= 64:
-            raise InputError(f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}")
+            raise InputError(
+                f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}"
+            )
         super().__init__(max_spec_factor)
         self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
         self._sizes = range(n_max, n_min - 1, -1)

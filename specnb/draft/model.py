@@ -133,7 +133,9 @@ def skip_drafter(target: LanguageModel, *, skipped: Sequence[int] = ()) -> Model
 def _require_torch(target: LanguageModel) -> Any:
     """Return the target. Raises InputError if it does not run in torch."""
     if not hasattr(target, "keep_blocks"):
-        raise InputError(f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf")
+        raise InputError(
+            f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf"
+        )
     return target
 
 
@@ -151,4 +153,6 @@ def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
     spec = parse(target)
     require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
-        raise InputError(f"{target!r} is not a GGUF model, so it has no quantized copy: use a GGUF, or another drafter")
+        raise InputError(
+            f"{target!r} is not a GGUF model, so it has no quantized copy: use a GGUF, or another drafter"
+        )

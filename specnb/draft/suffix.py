@@ -120,7 +120,9 @@ def fold(vocab: Vocabulary) -> dict[int, int]:
     """
     first: dict[bytes, int] = {}
     texts = (vocab.piece(token).strip(b" \t\r\n_").lower() for token in range(vocab.size))
-    return {token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)}
+    return {
+        token: first.setdefault(text, token) if text else token for token, text in enumerate(texts)
+    }
 
 
 def suffix_drafter(target: LanguageModel, *, loose: bool = False, **options: Any) -> SuffixDrafter:

@@ -64,7 +64,9 @@ class Tokens:
     @cached_property
     def by_id(self) -> tuple[bytes, ...]:
         """The pieces up to the last id that has text."""
-        return self.vocab.pieces[: max((i for i, piece in enumerate(self.vocab.pieces, 1) if piece), default=0)]
+        return self.vocab.pieces[
+            : max((i for i, piece in enumerate(self.vocab.pieces, 1) if piece), default=0)
+        ]
 
     def uses(self, pieces: Collection[tuple[bytes, bool]]) -> float | None:
         """Return the share of sample tokens with pieces in `pieces`; None without a sample."""
@@ -131,9 +133,13 @@ class TokenMap:
     def __init__(self, target: Tokens, draft: Tokens) -> None:
         self._target = target.vocab
         self._draft = draft.vocab
-        pairs = sorted((draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys())
+        pairs = sorted(
+            (draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys()
+        )
         if pairs and ids_agree(target, draft):  # repeated pieces too
-            pairs = [(i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece]
+            pairs = [
+                (i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece
+            ]
         self.draft_ids, self.target_ids = np.array(pairs, dtype=np.intp).reshape(-1, 2).T.copy()
         self._draft_of = {t: d for d, t in pairs}
 

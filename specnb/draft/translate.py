@@ -41,7 +41,9 @@ class TokenIntersection(LanguageModel):
         self.encode = target.encode
         self._speller = GreedySpeller(model)
         self._draft_tokens_of = cache(self._spell)
-        self._sizes: list[int] = []  # number of the model's tokens for each target token in the state
+        self._sizes: list[
+            int
+        ] = []  # number of the model's tokens for each target token in the state
 
     @property
     def n_past(self):
@@ -92,5 +94,9 @@ class TokenIntersection(LanguageModel):
         spelled = encode_exact(self.model, b"", text) or tuple(self._speller.spell(text))
         if spelled:
             return spelled
-        ends = (self.model.vocab.eos, self.model.vocab.bos, 0)  # for text that the model cannot spell
+        ends = (
+            self.model.vocab.eos,
+            self.model.vocab.bos,
+            0,
+        )  # for text that the model cannot spell
         return (next(end for end in ends if end is not None),)

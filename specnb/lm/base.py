@@ -16,13 +16,17 @@ from specnb.errors import CapacityError, InputError, RewindError, StateError
 from specnb.lm.tree import COMMITTED, Tree
 from specnb.lm.vocab import Vocabulary
 
-Exact = Annotated[Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())]
+Exact = Annotated[
+    Literal["auto", "true", "false"], BeforeValidator(lambda value: str(value).lower())
+]
 """Type of the option `exact`: whether logits must be bit-identical at all forward-pass widths."""
 DEFAULT_N_CTX = 4096
 """Upper limit of the default context length, in tokens."""
 
 
-def kv_bytes(n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int) -> int:
+def kv_bytes(
+    n_layers: int, n_kv_heads: int, head_dim: int, n_ctx: int, bytes_per_value: int
+) -> int:
     """Return the size in bytes of an attention model's KV cache for `n_ctx` positions."""
     return 2 * n_layers * n_kv_heads * head_dim * n_ctx * bytes_per_value
 
@@ -61,7 +65,9 @@ class Capabilities:
             threads += " (the same number for both)"
         here = f"on this machine, in {self.engine}, {self.dtype}, {threads}"
         if not self.same_bits_up_to:
-            differ = f"forward passes over 2 or more tokens round differently from single steps {here}"
+            differ = (
+                f"forward passes over 2 or more tokens round differently from single steps {here}"
+            )
             return f"{differ}: greedy output may diverge from plain decoding where two tokens are nearly tied"
         rule = f" ({by})" if (by := self.details.get("exact_by")) else ""
         widths = f"forward passes over 1 to {self.same_bits_up_to} tokens"
@@ -186,4 +192,6 @@ def check_rewind(model: LanguageModel, n: int) -> None:
     """Raise RewindError if the state holds fewer than `n` tokens."""
     check_settled(model)
     if not isinstance(n, Integral) or not 0 <= n <= model.n_past:
-        raise RewindError(f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}")
+        raise RewindError(
+            f"cannot rewind {n!r} tokens of {model.name}: its state holds {model.n_past}"
+        )

@@ -23,7 +23,10 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     if not vocab.chat_template:
         raise InputError("this model has no chat template: pass plain text instead of messages")
     text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
-    tokens = {name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace") for name, i in text_of.items()}
+    tokens = {
+        name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace")
+        for name, i in text_of.items()
+    }
     options = {"chat_template": vocab.chat_template, "add_generation_prompt": True, **tokens}
     end = time.thread_time() + MAX_S
 

@@ -28,7 +28,16 @@ from pydantic import create_model
 
 from specnb.errors import InputError, did_you_mean, require_known
 from specnb.fetch import HUB_GGUF, PinnedFile, fetch_pinned, from_hub, gguf_parts, hub_folder
-from specnb.io import cache_dir, file_digest, make_once, project_dir, read_json, read_toml, size_of, validated
+from specnb.io import (
+    cache_dir,
+    file_digest,
+    make_once,
+    project_dir,
+    read_json,
+    read_toml,
+    size_of,
+    validated,
+)
 from specnb.machine import auto_dtype
 from specnb.registry import DRAFTERS, ENGINES, resolve
 
@@ -147,7 +156,9 @@ def is_four_bits(source: str, where: str) -> bool:
     if where == "zoo":
         entry, copy = find_entry(source)
         kind = copy or entry.shipped_type
-    return where != "hf" and re.search(r"(?<![a-z0-9])q4_[01k]", Path(kind).name.lower()) is not None
+    return (
+        where != "hf" and re.search(r"(?<![a-z0-9])q4_[01k]", Path(kind).name.lower()) is not None
+    )
 
 
 def typed_options(spec: ModelSpec) -> dict[str, Any]:
@@ -163,7 +174,9 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
         options.pop({"hf": "weights", "hub": "revision"}.get(spec.where, ""), None)
     for key in options:
         require_known(f"option of {spec.text}", key, ("backend", *fields))
-    return validated(create_model("Options", **fields), options, spec.text).model_dump(exclude_unset=True)
+    return validated(create_model("Options", **fields), options, spec.text).model_dump(
+        exclude_unset=True
+    )
 
 
 def expand_home(path: str | Path) -> Path:
@@ -198,7 +211,8 @@ class ZooEntry(PinnedFile):
 
 
 ENTRIES = {
-    name: ZooEntry(name=name, **facts) for name, facts in read_toml(Path(__file__).with_name("zoo.toml")).items()
+    name: ZooEntry(name=name, **facts)
+    for name, facts in read_toml(Path(__file__).with_name("zoo.toml")).items()
 }
 
 

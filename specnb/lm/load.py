@@ -32,7 +32,9 @@ def checked_name(name: str) -> None:
     typed_options(spec)
 
 
-def room_for_both(target: str, draft: str, *, strict: bool = False) -> tuple[str | None, str | None]:
+def room_for_both(
+    target: str, draft: str, *, strict: bool = False
+) -> tuple[str | None, str | None]:
     """Return `(draft, None)`, or `(None, reason)` if target and draft do not both fit in memory.
 
     Call this before either is loaded: the mapped file pages of an open model count as free memory.

@@ -117,7 +117,9 @@ def certify(
     return _compare_widths(model, widths, n_steps, PROBED_PAST)[0]
 
 
-def _compare_widths(model: LanguageModel, widths: Iterable[int], n_steps: int, past: int) -> tuple[int, np.ndarray]:
+def _compare_widths(
+    model: LanguageModel, widths: Iterable[int], n_steps: int, past: int
+) -> tuple[int, np.ndarray]:
     """Return the result of `certify`, and the logits of the single steps, `(n_steps, vocab)`."""
     widths = [width for width in widths if width <= model.caps.n_ctx]
     most = max(widths, default=0)
@@ -198,7 +200,9 @@ def probe_rewind(model: LanguageModel) -> bool:
     for in_block, n_true in product((True, False), {0, width - 1}):
         fed = [*ids[width : width + n_true], *rejected[n_true:]]
         model.forward(ids[:width])
-        rows = np.concatenate([*map(model.forward, [fed] if in_block else [[token] for token in fed])])
+        rows = np.concatenate(
+            [*map(model.forward, [fed] if in_block else [[token] for token in fed])]
+        )
         model.rewind(width - n_true)
         rows = np.concatenate([rows[:n_true], model.forward(ids[width + n_true :])])
         model.reset()

@@ -26,7 +26,14 @@ from typing import Annotated, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
-from specnb.errors import EngineError, InputError, LoadError, MemoryShortError, RewindError, SpecnbError
+from specnb.errors import (
+    EngineError,
+    InputError,
+    LoadError,
+    MemoryShortError,
+    RewindError,
+    SpecnbError,
+)
 from specnb.lm.base import LanguageModel, check_forward, check_rewind
 from specnb.lm.probe import probe_rewind
 from specnb.machine import ThreadPace
@@ -325,7 +332,9 @@ class Recorded(Checkpoint):
         self._recorder.uninstall()
 
 
-STRATEGIES = {strategy.kind: strategy for strategy in (Rollback, Checkpoint, FusedReplay, Recompute)}
+STRATEGIES = {
+    strategy.kind: strategy for strategy in (Rollback, Checkpoint, FusedReplay, Recompute)
+}
 RollbackKind = Literal["auto", "replay", "snapshots", "crop", "checkpoint", "fused", "recompute"]
 RollbackDepth = Annotated[int, Field(ge=1, le=256)]
 
@@ -340,7 +349,9 @@ class RewindableModel(LanguageModel):
     pace: ThreadPace | None = None
     """Adapts the number of threads to the free cores; None if there is only one candidate."""
 
-    def _follow_cores(self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool) -> None:
+    def _follow_cores(
+        self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool
+    ) -> None:
         """Let the thread count follow the free cores, within `counts`; report in `caps.details`."""
         if len(counts) == 1:
             return
@@ -415,7 +426,9 @@ class RewindableModel(LanguageModel):
                 self.rollback.reset()
             if isinstance(error, SpecnbError) or not isinstance(error, Exception):
                 raise
-            raise EngineError(f"{self.caps.engine} failed with {self.name} at position {n}: {error}") from error
+            raise EngineError(
+                f"{self.caps.engine} failed with {self.name} at position {n}: {error}"
+            ) from error
 
     @property
     def n_past(self):

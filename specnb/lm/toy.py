@@ -9,7 +9,14 @@ from functools import cache
 import numpy as np
 
 from specnb.errors import InputError
-from specnb.lm.base import Capabilities, TreeModel, check_forward, check_path, check_rewind, check_tree
+from specnb.lm.base import (
+    Capabilities,
+    TreeModel,
+    check_forward,
+    check_path,
+    check_rewind,
+    check_tree,
+)
 from specnb.lm.vocab import Vocabulary
 
 LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
@@ -17,17 +24,29 @@ LogitsOf = Callable[[tuple[int, ...]], np.ndarray]
 
 def letters(size: int, *, eog: frozenset[int] = frozenset()) -> Vocabulary:
     """Return a vocabulary whose id i is the i-th of a, b, c, … (two letters after z)."""
-    names = [chr(97 + i) if i < 26 else f"{chr(97 + i // 26 - 1)}{chr(97 + i % 26)}" for i in range(size)]
-    return Vocabulary(pieces=tuple(n.encode() for n in names), kind="toy", bos=0, eos=min(eog, default=None), eog=eog)
+    names = [
+        chr(97 + i) if i < 26 else f"{chr(97 + i // 26 - 1)}{chr(97 + i % 26)}" for i in range(size)
+    ]
+    return Vocabulary(
+        pieces=tuple(n.encode() for n in names),
+        kind="toy",
+        bos=0,
+        eos=min(eog, default=None),
+        eog=eog,
+    )
 
 
 class ToyLM(TreeModel):
     """A model whose logits are a function of the prefix: `logits_of(prefix) -> (vocab,)`."""
 
-    def __init__(self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096) -> None:
+    def __init__(
+        self, logits_of: LogitsOf, vocab: Vocabulary, *, name: str = "toy", n_ctx: int = 4096
+    ) -> None:
         self.name = name
         self.vocab = vocab
-        self.caps = Capabilities("toy", "cpu", "float64", n_ctx, n_ctx, "crop", lossless_dtype=True, trees=True)
+        self.caps = Capabilities(
+            "toy", "cpu", "float64", n_ctx, n_ctx, "crop", lossless_dtype=True, trees=True
+        )
         self._logits_of = logits_of
         self._ids = []
 
@@ -78,7 +97,12 @@ class ToyLM(TreeModel):
 
 
 def markov(
-    size: int, *, order: int = 1, seed: int = 0, sharpness: float = 1.5, eog: frozenset[int] = frozenset()
+    size: int,
+    *,
+    order: int = 1,
+    seed: int = 0,
+    sharpness: float = 1.5,
+    eog: frozenset[int] = frozenset(),
 ) -> ToyLM:
     """Return a random Markov model: the last `order` tokens determine the Gaussian logits.
 

@@ -35,7 +35,9 @@ class Tree:
         object.__setattr__(self, "parents", tuple(map(int, self.parents)))
         for node, parent in enumerate(self.parents):
             if not COMMITTED <= parent < node:
-                raise InputError(f"parents[{node}] is {parent}, expected -1 (the committed text) to {node - 1}")
+                raise InputError(
+                    f"parents[{node}] is {parent}, expected -1 (the committed text) to {node - 1}"
+                )
 
     @classmethod
     def chain(cls, length: int) -> "Tree":

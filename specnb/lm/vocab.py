@@ -99,7 +99,9 @@ def sentencepiece(piece: str) -> bytes:
     return piece.replace("\u2581", " ").encode()
 
 
-def spell_pieces(tokenizer: dict[str, Any], names: Iterable[str | None], added: Container[int]) -> tuple[bytes, ...]:
+def spell_pieces(
+    tokenizer: dict[str, Any], names: Iterable[str | None], added: Container[int]
+) -> tuple[bytes, ...]:
     """Return the bytes of all ids of a tokenizer.json; `names[i]` is the token string of id i.
 
     None becomes b"". The names of the ids in `added` (added tokens) are plain text.

@@ -68,10 +68,13 @@ class Baseline(BaseModel, frozen=True):
         """
         speedup = table["speedup"].astype(float)
         below, above = (
-            np.exp(np.hypot(np.log(table[end].astype(float) / speedup), self.share_error)) for end in ("low", "high")
+            np.exp(np.hypot(np.log(table[end].astype(float) / speedup), self.share_error))
+            for end in ("low", "high")
         )
         over = speedup * self.share
-        return table.assign(over_fastest=over, over_fastest_low=over / below, over_fastest_high=over * above)
+        return table.assign(
+            over_fastest=over, over_fastest_low=over / below, over_fastest_high=over * above
+        )
 
     def __str__(self) -> str:
         if not self.baseline_engine:
@@ -145,7 +148,9 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
             for prompt in (prompts[0], *prompts)
         ]
         del rounds[0]  # warm-up
-        counts = np.array([[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds])  # (prompts, models, 2)
+        counts = np.array(
+            [[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds]
+        )  # (prompts, models, 2)
         totals = counts.sum(axis=0)
         rates = totals[:, 0] / totals[:, 1]
         fastest = int(rates.argmax())

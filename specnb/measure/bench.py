@@ -46,7 +46,11 @@ def rotate(names: Sequence[str], n_prompts: int, repeats: int = 1) -> list[tuple
 
 
 def interleaved(
-    methods: Mapping[str, Method], prompts: Sequence[Any], *, repeats: int = 1, progress: Progress = silent
+    methods: Mapping[str, Method],
+    prompts: Sequence[Any],
+    *,
+    repeats: int = 1,
+    progress: Progress = silent,
 ) -> Iterator[Timed]:
     """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
     order = rotate(list(methods), len(prompts), repeats)
@@ -95,10 +99,23 @@ def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     counts = [pool_rounds([run.generation] if run.generation else []) for run in runs]
     frame = frame.join(pd.DataFrame(counts)).drop_duplicates(["method", "prompt"])  # repeats
     frame["rounds"] = frame["n_decoded"] / frame["tau"]
-    plain = frame[frame["method"] == baseline].set_index("prompt")[["n_decoded", "seconds", "token_ids"]]
-    rows = frame.join(plain.set_axis(["plain_decoded", "plain_s", "plain_ids"], axis=1), on="prompt")
+    plain = frame[frame["method"] == baseline].set_index("prompt")[
+        ["n_decoded", "seconds", "token_ids"]
+    ]
+    rows = frame.join(
+        plain.set_axis(["plain_decoded", "plain_s", "plain_ids"], axis=1), on="prompt"
+    )
     rows["identical"] = rows["token_ids"] == rows["plain_ids"]
-    columns = ["tokens_per_s", "speedup", "low", "high", "tau", "acceptance_rate", "identical", "n_prompts"]
+    columns = [
+        "tokens_per_s",
+        "speedup",
+        "low",
+        "high",
+        "tau",
+        "acceptance_rate",
+        "identical",
+        "n_prompts",
+    ]
     return speed_table(rows, ["method"])[["method", *columns]]
 
 
@@ -142,7 +159,9 @@ def _speed(rows: pd.DataFrame) -> dict[str, Any]:
         "high": high,
     }
     if "plain_wall_s" in rows:
-        columns["wall_speedup"] = rate_ratio(rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]])
+        columns["wall_speedup"] = rate_ratio(
+            rows[["n_tokens", "wall_s", "plain_tokens", "plain_wall_s"]]
+        )
     if "identical" in rows:
         sampled = "temperature" in rows and rows["temperature"].any()
         columns["identical"] = None if sampled else rows["identical"].sum()
@@ -190,11 +209,15 @@ class PairBench(NamedTuple):
         speed = f"{row['over_fastest']:.2f} times as fast as the fastest plain decoding ({ends})"
         rate, needed = row["acceptance_rate"], row["rate_needed"]
         accepted = (
-            "No tokens were drafted." if pd.isna(rate) else f"{100 * rate:.0f} % of the draft tokens were accepted."
+            "No tokens were drafted."
+            if pd.isna(rate)
+            else f"{100 * rate:.0f} % of the draft tokens were accepted."
         )
         if not busy and needed > 1:
             accepted += " Even 100 % would not pay here"
-            accepted += f": one draft step takes {self.c:.2f} plain decoding steps." if self.c >= 1 else "."
+            accepted += (
+                f": one draft step takes {self.c:.2f} plain decoding steps." if self.c >= 1 else "."
+            )
         elif not busy and needed > 0:  # at 0 or less, passes over more tokens took less time: noise
             accepted += f" Drafting pays from {100 * needed:.0f} %."
         measured = f"{row['method']} is {speed}, measured live on {row['n_prompts']} prompts."
@@ -219,8 +242,12 @@ def time_pairs(
         plain = partial(generate, target, max_new_tokens=max_new_tokens, strict=True)
         methods = {"plain": plain}
         for drafter in drafters:
-            methods |= {f"{drafter.name}: K = {k}": partial(plain, drafter=drafter, k=k) for k in ks}
-            methods[f"{drafter.name}: auto"] = partial(plain, drafter=route_between(target, [drafter]))
+            methods |= {
+                f"{drafter.name}: K = {k}": partial(plain, drafter=drafter, k=k) for k in ks
+            }
+            methods[f"{drafter.name}: auto"] = partial(
+                plain, drafter=route_between(target, [drafter])
+            )
         runs = list(interleaved(methods, chosen, progress=progress))
     baseline = time_baseline(target, chosen)
     # 3. Tabulate the runs by drafter.

@@ -94,7 +94,9 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
         engines = " (measured in another engine)" if across else ""
         sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"
         if min(ratios.values(), default=1) < NOISE:
-            sentence += ". A ratio below 1 is timing noise of a busy machine: measure again when it is idle"
+            sentence += (
+                ". A ratio below 1 is timing noise of a busy machine: measure again when it is idle"
+            )
         return sentence
 
 
@@ -168,7 +170,12 @@ def verify_curve(
 
 
 def verify_costs(
-    target: LanguageModel, drafters: Sequence[Drafter], k_max: int, *, repeats: int = 7, quick: bool = False
+    target: LanguageModel,
+    drafters: Sequence[Drafter],
+    k_max: int,
+    *,
+    repeats: int = 7,
+    quick: bool = False,
 ) -> tuple[CostCurve, dict[str, float]]:
     """Measure the target's T(n) for n <= k_max + 1, and each drafter's c, T_draft(1) / T_target(1).
 
@@ -182,7 +189,9 @@ def verify_costs(
     half = min(model.caps.n_ctx // 2 for model in (target, *models.values()))
     context = min(QUICK_CONTEXT if quick else CONTEXT, half)
     widths = {1, *(n for n in widths_of(target, quick=quick) if n <= k_max), k_max + 1}
-    curve, steps_s = _measured(target, tuple(models.values()), widths, context, repeats, quick=quick)
+    curve, steps_s = _measured(
+        target, tuple(models.values()), widths, context, repeats, quick=quick
+    )
     steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
     return curve, {name: step_s / curve.seconds(1) for name, step_s in steps.items()}
 
@@ -244,7 +253,9 @@ def _measured(
     return curve, [float(np.median(s)) for s in samples[len(widths) :]]
 
 
-def plain_rates(model: LanguageModel, *, n_prompt: int, n_gen: int, repeats: int) -> list[dict[str, Any]]:
+def plain_rates(
+    model: LanguageModel, *, n_prompt: int, n_gen: int, repeats: int
+) -> list[dict[str, Any]]:
     """Measure tokens per second of prefill and of single steps from an empty state (llama-bench).
 
     Returns a row for each test: number of tokens (limited by the context), and mean, standard
@@ -265,6 +276,8 @@ def plain_rates(model: LanguageModel, *, n_prompt: int, n_gen: int, repeats: int
         del samples[0]  # warm-up
         mean = float(np.mean(samples))
         std = float(np.std(samples, ddof=1))
-        rows.append({"test": test, "n_tokens": n, "tokens_per_s": mean, "std": std, "samples": samples})
+        rows.append(
+            {"test": test, "n_tokens": n, "tokens_per_s": mean, "std": std, "samples": samples}
+        )
     model.reset()
     return rows

@@ -29,11 +29,15 @@ def require_followed(drafters: Sequence[Drafter]) -> None:
         if (n := names.count(name)) > 1:
             raise InputError(f"{name} is the name of {n} drafters: pass each drafter once")
         if drafter.chooses_k:
-            raise InputError(f"{name} chooses its drafter and K: it is replayed along the recordings of its arms")
+            raise InputError(
+                f"{name} chooses its drafter and K: it is replayed along the recordings of its arms"
+            )
         if drafter.tree_nodes:
             raise InputError(f"{name} drafts trees: only chains are replayed")
         if not drafter.nested:
-            raise InputError(f"{name} drafts different tokens for each K: only nested draft tokens are replayed")
+            raise InputError(
+                f"{name} drafts different tokens for each K: only nested draft tokens are replayed"
+            )
 
 
 def follow(
@@ -53,9 +57,15 @@ def follow(
     Raises InputError for drafters that cannot be followed, and for a generation with draft tokens,
     by another target, or with another `max_new_tokens`.
     """
-    if generation.k or generation.target != target.name or generation.max_new_tokens not in (None, max_new_tokens):
+    if (
+        generation.k
+        or generation.target != target.name
+        or generation.max_new_tokens not in (None, max_new_tokens)
+    ):
         described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
-        raise InputError(f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}")
+        raise InputError(
+            f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}"
+        )
     require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
     sampled = not text.sampling.greedy
@@ -76,7 +86,9 @@ def follow(
 class _Text:
     """A plain generation. Each `follow_…` method returns a recording without the drafter's name."""
 
-    def __init__(self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int) -> None:
+    def __init__(
+        self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int
+    ) -> None:
         self.target = target
         self.generation = generation
         self.token_ids = generation.token_ids
@@ -114,7 +126,12 @@ class _Text:
             true_ids = self.token_ids[at : at + offered[at]]
             rows = drafter.rows(tokens, true_ids) if true_ids else []
             drafted = zip(rows, true_ids, self.blank.p_target[at:], strict=False)
-            keep.append(tuple(_kept(_chance(self.sampling, row, token), p_target) for row, token, p_target in drafted))
+            keep.append(
+                tuple(
+                    _kept(_chance(self.sampling, row, token), p_target)
+                    for row, token, p_target in drafted
+                )
+            )
             beliefs.append(tuple(map(top_probability, rows)))
         return self.blank._replace(
             keep=tuple(keep),
@@ -136,15 +153,23 @@ class _Text:
             limit = self.limits[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
-                raise InputError(f"{drafter.name} picks tokens from logits: only draft models and heads may do so here")
+                raise InputError(
+                    f"{drafter.name} picks tokens from logits: only draft models and heads may do so here"
+                )
             offered.append(len(ids))
-            keep.append(tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False)))
+            keep.append(
+                tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False))
+            )
             drafts.append(tuple(map(self.target.vocab.piece, ids)))
             support.append(watch.support)
             beliefs.append(tuple(watch.beliefs))
-        recording = self.blank._replace(keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts))
+        recording = self.blank._replace(
+            keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts)
+        )
         if reads_rows:
-            return recording._replace(head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads)
+            return recording._replace(
+                head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads
+            )
         # a drafter with a model has no matches, so controllers that read these are not replayed
         return recording._replace(support=() if drafter.model else tuple(support))
 
@@ -183,7 +208,9 @@ class _Text:
             token = self.token_ids[at]
             best_id = argmax(row)
             q_draft = _chance(scale, row, token)
-            chances.append(float(best_id == token) if greedy else _kept(q_draft, self.blank.p_target[at]))
+            chances.append(
+                float(best_id == token) if greedy else _kept(q_draft, self.blank.p_target[at])
+            )
             beliefs.append(top_probability(row))
             best_ids.append(best_id)
             likely.append(q_draft)
@@ -196,7 +223,11 @@ class _Text:
             n = row.index(0.0) + 1 if 0.0 in row else len(row)  # up to the first rejected one
             drafts.append(tuple(map(self.target.vocab.piece, best_ids[at : at + n])))
         return self.blank._replace(
-            keep=keep, offered=offered, beliefs=tuple(beliefs), q_draft=tuple(likely), drafts=tuple(drafts)
+            keep=keep,
+            offered=offered,
+            beliefs=tuple(beliefs),
+            q_draft=tuple(likely),
+            drafts=tuple(drafts),
         )
 
 
@@ -216,7 +247,9 @@ def _pass_width(caps: Capabilities) -> int:
     return PASS_WIDTH if caps.lossless_dtype else max(1, min(PASS_WIDTH, caps.same_bits_up_to))
 
 
-def _rows_along(model: LanguageModel, generation: Generation, width: int) -> Iterator[tuple[int, np.ndarray]]:
+def _rows_along(
+    model: LanguageModel, generation: Generation, width: int
+) -> Iterator[tuple[int, np.ndarray]]:
     """Yield (position, row of logits) for every generated token that fits, by teacher forcing."""
     model.reset()
     room = model.caps.n_ctx - len(generation.prompt_ids)

@@ -57,7 +57,12 @@ def fork_of(target: LanguageModel, plain: Generation, drafted: Generation) -> Te
 
 
 def explain_fork(
-    target: LanguageModel, prompt_ids: Sequence[int], a: Sequence[int], b: Sequence[int], *, width: int
+    target: LanguageModel,
+    prompt_ids: Sequence[int],
+    a: Sequence[int],
+    b: Sequence[int],
+    *,
+    width: int,
 ) -> TextFork | None:
     """Measure margin and noise where two generations after `prompt_ids` diverge.
 
@@ -112,7 +117,9 @@ def force(
     return rows, np.abs(single - wide).max(axis=1), np.array(ranges)
 
 
-def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[ReplayStep]") -> TextFork | None:
+def explain_draft(
+    model: LanguageModel, live: Generation, replayed: "Sequence[ReplayStep]"
+) -> TextFork | None:
     """Return the first token that `model` drafted differently live and in a replay, if any.
 
     After a fully accepted round, the live model processes two tokens in one pass, the replay one
@@ -138,7 +145,9 @@ def explain_draft(model: LanguageModel, live: Generation, replayed: "Sequence[Re
     return explain_fork(model, live.prompt_ids, (*common, accepted), (*common, rejected), width=2)
 
 
-def _rows(target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int) -> Iterator[np.ndarray]:
+def _rows(
+    target: LanguageModel, prompt_ids: Sequence[int], ids: Sequence[int], width: int
+) -> Iterator[np.ndarray]:
     """Yield rows of logits after the prompt and each of `ids`, from passes over `width` tokens.
 
     The last pass is padded if the context allows it. Otherwise, a single remaining token would be a

@@ -36,7 +36,9 @@ Statistic = Callable[[np.ndarray], float]
 """Maps observations `(n, columns)`, one row per prompt, to a number."""
 
 
-def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True) -> Interval:
+def interval(
+    rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic, *, log: bool = True
+) -> Interval:
     """Return a statistic of rows with its interval; the ends are NaN for fewer than FEWEST rows.
 
     The scale is logarithmic, which suits ratios. Use `log=False` for statistics that may be 0 or
@@ -52,7 +54,9 @@ def interval(rows: np.ndarray | Sequence[Sequence[float]], statistic: Statistic,
     return Interval(value, float(low), float(high))
 
 
-def ends(value: np.ndarray, without: np.ndarray, *, log: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def ends(
+    value: np.ndarray, without: np.ndarray, *, log: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the ends of the jackknife interval (Student's t) around `value (…)`.
 
     `without (n, …)` contains the value without each row. There is no factor of (n - 1) / n in the

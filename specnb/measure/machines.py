@@ -65,7 +65,9 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     @model_validator(mode="after")
     def _check_interval(self) -> Self:
         if not self.low <= self.speedup <= self.high:
-            raise ValueError(f"got speedup {self.speedup}, expected low to high, {self.low} to {self.high}")
+            raise ValueError(
+                f"got speedup {self.speedup}, expected low to high, {self.low} to {self.high}"
+            )
         return self
 
     @property
@@ -74,7 +76,11 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
         if self.busy:
             return "undecided: the machine was busy"
         verdict = pays(self.over_fastest_low, self.over_fastest_high)
-        return verdict if self.baseline_engine else verdict.replace("pays", "pays over the same engine")
+        return (
+            verdict
+            if self.baseline_engine
+            else verdict.replace("pays", "pays over the same engine")
+        )
 
 
 @cache
@@ -146,14 +152,20 @@ def bench_target(
         check_prompts(target, chosen or [], max_new_tokens)
         progress(0, 1, "measuring prefill and plain decoding")
         rates = plain_rates(target, **RATES)
-        timed = chosen or [p.without_template for name in CATEGORIES for p in prompts(name, limit=1)]
+        timed = chosen or [
+            p.without_template for name in CATEGORIES for p in prompts(name, limit=1)
+        ]
         drafters = []
         for name in drafter_names:
-            _, drafter, _ = opened.enter_context(open_pair(target, name, strict=True, **options_of[name]))
+            _, drafter, _ = opened.enter_context(
+                open_pair(target, name, strict=True, **options_of[name])
+            )
             drafters.append(drafter)
         pairs = []
         if drafters:
-            pairs = time_pairs(target, drafters, timed, ks=ks, max_new_tokens=max_new_tokens, progress=progress)
+            pairs = time_pairs(
+                target, drafters, timed, ks=ks, max_new_tokens=max_new_tokens, progress=progress
+            )
         curve = pairs[0].verify_curve if pairs else verify_curve(target)
         busy = neighbours.during(target.caps, []).busy
         rows = []
@@ -162,7 +174,9 @@ def bench_target(
         return TargetBench(target.name, rates, curve, pairs, rows)
 
 
-def _machine_row(target: LanguageModel, rates: Sequence[dict[str, Any]], pair: PairBench, *, busy: bool) -> MachineRow:
+def _machine_row(
+    target: LanguageModel, rates: Sequence[dict[str, Any]], pair: PairBench, *, busy: bool
+) -> MachineRow:
     """Return the row of a drafter at its best K."""
     best = pair.best()
     tokens_per_s = {rate["test"]: rate["tokens_per_s"] for rate in rates}

@@ -36,15 +36,20 @@ OPTIONS = {
 """The drafters that accept each option."""
 
 
-def share_options(drafters: Sequence[str | None], options: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
+def share_options(
+    drafters: Sequence[str | None], options: Mapping[str, Any]
+) -> dict[str | None, dict[str, Any]]:
     """Return the options that each drafter accepts. Raises InputError for one that none accepts."""
     for name in options:
         require_known("option of a drafter", name, OPTIONS)
         if set(OPTIONS[name]).isdisjoint(drafters):
             got = ", ".join(filter(None, drafters)) or "no drafter"
-            raise InputError(f"{name} is an option of the drafter {' or '.join(OPTIONS[name])}, got {got}")
+            raise InputError(
+                f"{name} is an option of the drafter {' or '.join(OPTIONS[name])}, got {got}"
+            )
     return {
-        drafter: {name: value for name, value in options.items() if drafter in OPTIONS[name]} for drafter in drafters
+        drafter: {name: value for name, value in options.items() if drafter in OPTIONS[name]}
+        for drafter in drafters
     }
 
 
@@ -89,7 +94,11 @@ class PairRun(BaseModel, frozen=True):
         accepted = ""
         if drafted:
             accepted = f"; {summary.accepted_tokens} of {drafted} draft tokens were accepted"
-        busy = " The machine was busy: measure again before you use this number." if summary.busy else ""
+        busy = (
+            " The machine was busy: measure again before you use this number."
+            if summary.busy
+            else ""
+        )
         return f"{speed:.2f} times as fast as {over}{accepted}.{busy}"
 
 
@@ -133,16 +142,26 @@ def run_pair(
         check_drafter(name, target_name, **options)
     progress(0, 3, f"loading {target_name}, {drafter_name or 'no drafter'}")
     with (
-        open_pair(target_name, drafter_name, strict=strict, **options) as (target, drafter, fallback),
+        open_pair(target_name, drafter_name, strict=strict, **options) as (
+            target,
+            drafter,
+            fallback,
+        ),
         steady_threads(target, drafter and drafter.model),
     ):
         # 1. Choose K: fixed, by a controller, or by a router.
         progress(1, 3, "measuring the costs of drafting")
-        cost = measure_cost(target, drafter, most) if controller == "cost-aware" and drafter else None
+        cost = (
+            measure_cost(target, drafter, most) if controller == "cost-aware" and drafter else None
+        )
         drafting = settings | {"strict": strict}
         if controller and drafter:
             drafting["k"] = CONTROLLERS[controller](cost, most)
-        elif drafter and k is None and not (drafter.target or drafter.tree_nodes or drafter.chooses_k):
+        elif (
+            drafter
+            and k is None
+            and not (drafter.target or drafter.tree_nodes or drafter.chooses_k)
+        ):
             drafter = route_between(target, [drafter])
         # 2. Warm up.
         warm_up = {"max_new_tokens": WARM_UP_TOKENS}
@@ -168,10 +187,14 @@ def run_pair(
         judged = judge_drafts(drafter, generation, cost, busy=busy)
         fields = generation.summary(step_s).model_dump() | compared | judged
         summary = PairSummary(**fields, notes=notes, busy=busy)
-        return PairRun(generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size)
+        return PairRun(
+            generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size
+        )
 
 
-def _take_options(drafter: str | None, controller: str | None, settings: dict[str, Any]) -> dict[str, Any]:
+def _take_options(
+    drafter: str | None, controller: str | None, settings: dict[str, Any]
+) -> dict[str, Any]:
     """Remove `drafter`'s options from `settings` and return them. Raises InputError for others."""
     given = {name: value for name in OPTIONS if (value := settings.pop(name, None)) is not None}
     options = share_options([drafter], given)[drafter]
@@ -180,7 +203,9 @@ def _take_options(drafter: str | None, controller: str | None, settings: dict[st
     return options
 
 
-def _shown_rounds(target: LanguageModel, on_text: Callable[[str, bool], object] | None) -> Callable | None:
+def _shown_rounds(
+    target: LanguageModel, on_text: Callable[[str, bool], object] | None
+) -> Callable | None:
     """Return a callback that passes the text pieces of each round to `on_text`."""
     if on_text is None:
         return None
@@ -194,26 +219,43 @@ def _shown_rounds(target: LanguageModel, on_text: Callable[[str, bool], object] 
 
 
 def _notes(
-    target: LanguageModel, drafter: Drafter | None, generation: Generation, *, k: int | None, fork: TextFork | None
+    target: LanguageModel,
+    drafter: Drafter | None,
+    generation: Generation,
+    *,
+    k: int | None,
+    fork: TextFork | None,
 ) -> list[str]:
     """Return the caveats of a run; `k` is the requested draft length, if any."""
     notes = []
     longest = max((r.k for r in generation.rounds), default=0)
     if drafter and crosses_engines(target, drafter):
-        notes.append(f"{drafter.name} runs in another engine than its target: c compares engines, too.")
+        notes.append(
+            f"{drafter.name} runs in another engine than its target: c compares engines, too."
+        )
     if drafter:
         notes += drafter.findings
     if generation.fallback:
         notes.append(f"Drafting was off or ended early: {generation.fallback}")
     if fork:
         notes += [str(fork), target.caps.certificate]
-    if drafter and not longest and k != 0 and not generation.fallback and len(generation.token_ids) > 2:
+    if (
+        drafter
+        and not longest
+        and k != 0
+        and not generation.fallback
+        and len(generation.token_ids) > 2
+    ):
         notes.append(_explain_no_drafts(drafter))
     elif drafter and k is not None and longest < generation.k:
-        notes.append(f"No round drafted more than {longest} tokens; K = {generation.k} was requested.")
+        notes.append(
+            f"No round drafted more than {longest} tokens; K = {generation.k} was requested."
+        )
     if longest and generation.loops:
         share = f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens occurred before"
-        notes.append(f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere.")
+        notes.append(
+            f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere."
+        )
     return notes
 
 
@@ -227,7 +269,10 @@ def _compare(target: LanguageModel, baseline: Generation, generation: Generation
     if speed and plain:
         fastest = time_baseline(target, [generation.prompt_ids] * 2)
         speedup = speed / plain
-        fields |= fastest.model_dump() | {"speedup": speedup, "over_fastest": speedup * fastest.share}
+        fields |= fastest.model_dump() | {
+            "speedup": speedup,
+            "over_fastest": speedup * fastest.share,
+        }
     return fields
 
 

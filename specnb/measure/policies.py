@@ -33,7 +33,9 @@ POLICIES = {
     "rolling acceptance": Policy(lambda _cost, _k: RollingAcceptance(), "rolling"),
     "content K": Policy(lambda _cost, _k: ContentK(), "content"),
     "confidence": Policy(lambda _cost, k: ConfidenceStop(k, 0.5), "confidence", ("k",), True),
-    "cost-aware": Policy(lambda cost, k: CostAware(cost.ratios(k), cost.c), "cost-aware", ("machine",)),
+    "cost-aware": Policy(
+        lambda cost, k: CostAware(cost.ratios(k), cost.c), "cost-aware", ("machine",)
+    ),
 }
 CONTROLLERS = {policy.option: policy.make for policy in POLICIES.values() if policy.option}
 """Functions that make a controller, by option."""

@@ -18,7 +18,9 @@ from specnb.io import reading, write_atomic
 
 FORMAT = 2
 
-Belief = Annotated[float, BeforeValidator(lambda stored: stored[0] if isinstance(stored, list) else stored)]
+Belief = Annotated[
+    float, BeforeValidator(lambda stored: stored[0] if isinstance(stored, list) else stored)
+]
 """The largest probability of a drafter's row. Older files store it as [top, entropy]."""
 
 
@@ -70,7 +72,10 @@ class Recording(NamedTuple):
     @property
     def key(self) -> dict[str, Any]:
         """The columns that identify it in a table: prompt, drafter, category, temperature."""
-        return {name: getattr(self, name) for name in ("prompt_id", "drafter", "category", "temperature")}
+        return {
+            name: getattr(self, name)
+            for name in ("prompt_id", "drafter", "category", "temperature")
+        }
 
     @property
     def n_tokens(self) -> int:
@@ -111,7 +116,9 @@ class Trace(NamedTuple):
             table = pq.read_table(path)
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
             if meta["format"] != FORMAT:
-                raise InputError(f"got format {meta['format']} in the trace {path}, expected {FORMAT}: record it again")
+                raise InputError(
+                    f"got format {meta['format']} in the trace {path}, expected {FORMAT}: record it again"
+                )
             # older files have other columns as well
             fields = [name for name in table.column_names if name in Recording._fields]
             rows = table.select(fields).to_pylist()

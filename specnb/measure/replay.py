@@ -133,7 +133,9 @@ def expected_counts(recordings: Sequence[Recording], ks: Sequence[int]) -> np.nd
         all_accepted = np.take_along_axis(reached, limit[:, i, :, None], -1)[..., 0]
         starts[rows, columns, after] += begun * all_accepted
         widths[rows, columns, _width(i, drafted[:, i])] += begun
-        totals += np.stack([begun, begun * drafted[:, i], passes.sum(-1), begun * steps[:, i]], axis=-1)
+        totals += np.stack(
+            [begun, begun * drafted[:, i], passes.sum(-1), begun * steps[:, i]], axis=-1
+        )
     return counts
 
 
@@ -201,7 +203,9 @@ def walk_recording(
     _require_k(recording, controller.k_max)
     rows = recording.beliefs or recording.head_beliefs or recording.support
     if controller.reads_drafts and any(recording.offered) and not rows:
-        raise InputError(f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows")
+        raise InputError(
+            f"{controller.name} reads drafts, and the recording of {recording.drafter} has no rows"
+        )
     controller.start(recording.prompt)
     steps = []
     at = 0
@@ -279,7 +283,11 @@ def _drafted(recording: Recording, controller: Controller, at: int, limit: int) 
     if not (controller.reads_drafts and limit):
         return limit, limit
     if recording.support:
-        copied = controller.worth_copying(recording.support[at], limit) if recording.support[at] else limit
+        copied = (
+            controller.worth_copying(recording.support[at], limit)
+            if recording.support[at]
+            else limit
+        )
         return copied, copied
     beliefs = recording.head_beliefs[at] if recording.head_beliefs else recording.beliefs[at:]
     for j in range(limit):
@@ -331,7 +339,9 @@ class _RecordedDrafter(DrafterBase):
     """Cost of processing a committed token, in draft steps; as in the router."""
     n_prompt: int
 
-    def __init__(self, recording: Recording, draft_s: float, clock: list[float], rng: np.random.Generator) -> None:
+    def __init__(
+        self, recording: Recording, draft_s: float, clock: list[float], rng: np.random.Generator
+    ) -> None:
         self.name = recording.drafter
         self.draft_s = draft_s
         self._clock = clock

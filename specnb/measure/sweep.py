@@ -60,7 +60,9 @@ class Sweep(Experiment):
         engine = self.params.model_dump(include={"backend", "dtype"})
         if engine.get("backend") != "hf":
             engine.pop("dtype", None)  # llama.cpp has no such option
-        self.open_target(self.params.target, **{name: value for name, value in engine.items() if value})
+        self.open_target(
+            self.params.target, **{name: value for name, value in engine.items() if value}
+        )
         for name in (*required, *optional):
             try:
                 drafter = self.open_drafter(name)
@@ -79,7 +81,9 @@ class Sweep(Experiment):
         """2. Time forward passes: T(n) of the target, c of each drafter, and the baseline."""
         repeats = CURVE_REPEATS[self.params.budget]
         curve, c = verify_costs(self.target, self.drafters, k_max, repeats=repeats)
-        self.costs = {d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in self.drafters}
+        self.costs = {
+            d.name: Cost(curve, c[d.name], of_target=d.model is None) for d in self.drafters
+        }
         self.measured |= {
             "cs": c,
             "verify_curve": curve.model_dump(mode="json"),
@@ -118,7 +122,9 @@ class Sweep(Experiment):
         for router in self.routers:
             rows += self._replay_router(router, max(ks))
         plain_s = {(g.prompt_id, g.temperature): g.decode_s for g in self.generations if not g.k}
-        return [row | {"live_plain_s": plain_s[row["prompt_id"], row["temperature"]]} for row in rows]
+        return [
+            row | {"live_plain_s": plain_s[row["prompt_id"], row["temperature"]]} for row in rows
+        ]
 
     def _replay_router(self, router: Any, k_max: int) -> Iterator[dict[str, Any]]:
         """Yield a row for each text; the texts of one temperature form one stream.
@@ -132,14 +138,20 @@ class Sweep(Experiment):
         expected = {name: arm.expected for name, arm in arms.items()}
         k_max = min(router.chooses_k, k_max)
         for temperature in dict.fromkeys(recording.temperature for recording in self.recordings):
-            stream = [recording for recording in self.recordings if recording.temperature == temperature]
+            stream = [
+                recording for recording in self.recordings if recording.temperature == temperature
+            ]
             for text in route(stream, costs, k_max=k_max, expected=expected):
                 first = text.recording
                 row = sweep_row(first, k_max, counts_of(first, text.steps), costs[first.drafter])
                 yield row | {"drafter": router.name, "seconds": sum(text.round_s)}
 
     def run_live(
-        self, methods: Methods, prompts: Sequence[Prompt], samplings: Sequence[Sampling], progress: Progress = silent
+        self,
+        methods: Methods,
+        prompts: Sequence[Prompt],
+        samplings: Sequence[Sampling],
+        progress: Progress = silent,
     ) -> None:
         """6. Run `methods` live, in rotating order and interleaved with plain decoding."""
         # Warm up briefly, without controllers and routers: they learn from what they run.
@@ -150,9 +162,15 @@ class Sweep(Experiment):
         order = rotate(["", *methods(samplings[0][0])], len(texts))
         for done, (_, index, name) in enumerate(order):
             prompt, (temperature, top_p) = texts[index]
-            progress(done, len(order), f"{prompt.id}, temperature {temperature:g}, live: {name or 'plain'}")
+            progress(
+                done,
+                len(order),
+                f"{prompt.id}, temperature {temperature:g}, live: {name or 'plain'}",
+            )
             settings = methods(temperature)[name] if name else {}
-            self.generations.append(self.decode(prompt, temperature=temperature, top_p=top_p, **settings))
+            self.generations.append(
+                self.decode(prompt, temperature=temperature, top_p=top_p, **settings)
+            )
 
 
 def plain_text_of(generations: Sequence[Generation], generation: Generation) -> Generation:

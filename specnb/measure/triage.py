@@ -85,7 +85,10 @@ class Triage(NamedTuple):
 
 
 def triage(
-    generations: Sequence[Generation], *, vocab_size: int, forks: Sequence["TextFork | Mapping[str, Any]"] = ()
+    generations: Sequence[Generation],
+    *,
+    vocab_size: int,
+    forks: Sequence["TextFork | Mapping[str, Any]"] = (),
 ) -> Triage:
     """Judge the rounds of generations with one drafter, except rounds with k = 0.
 
@@ -108,7 +111,9 @@ def triage(
     if not lookup:
         signs += _signs_of_draft(drafted, alphas, vocab_size)
     if signs:
-        ranked = tuple(Finding(name, "suspicious", evidence, REMEDIES[name]) for name, evidence in signs)
+        ranked = tuple(
+            Finding(name, "suspicious", evidence, REMEDIES[name]) for name, evidence in signs
+        )
         return Triage("suspicious", ranked)
     unsure = not lookup and alphas[0].low < NEAR_ZERO <= alphas[0].high
     return Triage("inconclusive" if unsure else "nothing suspicious")
@@ -124,7 +129,9 @@ def suspicions(record: RunRecord) -> list[str]:
     forks = record.measurements.get("forks", ())
     lines = []
     for drafter in dict.fromkeys(g.drafter for g in record.generations if g.drafter):
-        judged = triage([g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks)
+        judged = triage(
+            [g for g in record.generations if g.drafter == drafter], vocab_size=size, forks=forks
+        )
         if judged.line:
             lines.append(f"{drafter}: {judged.line}")
     return lines
@@ -133,7 +140,9 @@ def suspicions(record: RunRecord) -> list[str]:
 def suspicion(result: "PairRun") -> str:
     """Return the line of a single generation; "" if nothing is suspicious or was drafted."""
     fork = result.summary.fork
-    return triage([result.generation], vocab_size=result.vocab_size, forks=[fork] if fork else []).line
+    return triage(
+        [result.generation], vocab_size=result.vocab_size, forks=[fork] if fork else []
+    ).line
 
 
 # --- the signs: names of faults and the evidence for them, the most specific first ---------------
@@ -151,7 +160,10 @@ def _signs_of_draft(
     # If later draft tokens are accepted, the text itself repeats tokens.
     later = any(share.low > ALIVE for share in alphas[1:])
     if repeats.low > max(REPEATED, TIMES_TEXT * of_text.rate) and not later:
-        yield "same input", f"{repeats} pairs of adjacent draft tokens, but {of_text} pairs of the text, are equal"
+        yield (
+            "same input",
+            f"{repeats} pairs of adjacent draft tokens, but {of_text} pairs of the text, are equal",
+        )
 
     # 2. Low acceptance at the first positions.
     for name, evidence in signs_by_position(alphas):
@@ -162,7 +174,9 @@ def _signs_of_draft(
         yield name, evidence
 
     # 3. Low acceptance from some position on.
-    first_drafts = sorted((n, r.n_accepted > 0, g.category) for g in drafted for n, r in _starts(g) if r.n_tested)
+    first_drafts = sorted(
+        (n, r.n_accepted > 0, g.category) for g in drafted for n, r in _starts(g) if r.n_tested
+    )
     for part in range(1, PARTS):
         border = len(first_drafts) * part // PARTS
         sides = first_drafts[:border], first_drafts[border:]
@@ -181,7 +195,10 @@ def signs_by_position(alphas: Sequence[Share]) -> Iterator[tuple[str, str]]:
     first, *others = alphas
     if others and first.low >= ALIVE and others[0].high < NEAR_ZERO:
         second = others[0]
-        yield "first draft only", f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})"
+        yield (
+            "first draft only",
+            f"alpha_1 is {first.rate:.2f} ({first}), alpha_2 {second.rate:.2f} ({second})",
+        )
     if first.high < NEAR_ZERO:
         yield "near zero", f"{first} first draft tokens were accepted"
 

@@ -124,7 +124,9 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
         draft = drafts[labels.clamp(min=0)][:, None]
         logits = heads.logits(head, heads.features(head, normed, since)).float()
         if not logits.amax(1).isfinite().all():  # NaN would count as a hit
-            raise NonFiniteLogits(f"head {head} has NaN or infinite logits: its weights are damaged or overflow")
+            raise NonFiniteLogits(
+                f"head {head} has NaN or infinite logits: its weights are damaged or overflow"
+            )
         label_logits = logits.gather(1, draft.clamp(min=0))
         lower_id = torch.arange(logits.shape[1], device=logits.device) < draft
         rank = ((logits > label_logits) | ((logits == label_logits) & lower_id)).sum(1)
@@ -142,7 +144,9 @@ class Reference:
     """
 
     @torch.inference_mode()
-    def __init__(self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int) -> None:
+    def __init__(
+        self, target: LanguageModel, prompts: Sequence[Prompt | Sequence[int]], max_new_tokens: int
+    ) -> None:
         """Generate up to `max_new_tokens`, at most MAX_NEW_TOKENS, for each prompt.
 
         Intervals need at least FEWEST prompts.
@@ -160,7 +164,9 @@ class Reference:
         drafter = HeadsDrafter(self.target, heads)
         decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
         for text in self.plain[len(chains) :]:
-            progress(len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}")
+            progress(
+                len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}"
+            )
             chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
         return chains[: len(self.plain)]
 
@@ -206,7 +212,9 @@ class HeadsEvidence:
         normed: Callable[[States], Tensor | None] = lambda states: None,
     ) -> list[Scores]:
         """Score all texts, with these or other heads. `normed` replaces the input of the blocks."""
-        return [score(heads or self.heads, states, normed(states)) for states in self.reference.states]
+        return [
+            score(heads or self.heads, states, normed(states)) for states in self.reference.states
+        ]
 
     def copies(self) -> np.ndarray:
         """Return how often each head predicts the backbone's next token, `(n_heads,)`."""
@@ -219,17 +227,25 @@ class HeadsEvidence:
 
         Columns: head, accuracy, low, high, n.
         """
-        counts = np.stack([count_ranks([of])[:, [0, -1]] for of in self.scores], axis=1)  # (heads, prompts, 2)
+        counts = np.stack(
+            [count_ranks([of])[:, [0, -1]] for of in self.scores], axis=1
+        )  # (heads, prompts, 2)
         rows = [(head, *share_interval(of), of[:, 1].sum()) for head, of in enumerate(counts)]
         return pd.DataFrame(rows, columns=["head", "accuracy", "low", "high", "n"])
 
     @cached_property
     def served(self) -> pd.DataFrame:
         """alpha_k of the chains: position (from 1), alpha, low, high, accepted, tested."""
-        counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)  # (positions, prompts, 2)
+        counts = np.stack(
+            [served_counts(chain) for chain in self.chains], axis=1
+        )  # (positions, prompts, 2)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
-        rows = [(k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)]
-        return pd.DataFrame(rows, columns=["position", "alpha", "low", "high", "accepted", "tested"])
+        rows = [
+            (k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)
+        ]
+        return pd.DataFrame(
+            rows, columns=["position", "alpha", "low", "high", "accepted", "tested"]
+        )
 
 
 def count_ranks(scores: Sequence[Scores]) -> np.ndarray:

@@ -111,7 +111,9 @@ def open_heads(
         return LoadReport(file, NOTE, None, converted), tensors
     config_file = file.with_name(CONFIG_FILE)
     if not config_file.is_file():
-        raise InputError(f"no {CONFIG_FILE} next to {file}: add it, it defines the input of the heads")
+        raise InputError(
+            f"no {CONFIG_FILE} next to {file}: add it, it defines the input of the heads"
+        )
     config = validated(schema, read_json(config_file), str(config_file))
     return LoadReport(file, OWN, config, converted), tensors
 
@@ -132,8 +134,14 @@ def _find_weights(name: str) -> Path:
 
 def _unwrap(file: Path, stored: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Return the key ("" if not nested) and the state dict of heads in a file or checkpoint."""
-    dicts = {"": stored} | {key: value for key, value in stored.items() if isinstance(value, Mapping)}
-    of_heads = {key: state for key, state in dicts.items() if any(HEAD_NAME.fullmatch(str(name)) for name in state)}
+    dicts = {"": stored} | {
+        key: value for key, value in stored.items() if isinstance(value, Mapping)
+    }
+    of_heads = {
+        key: state
+        for key, state in dicts.items()
+        if any(HEAD_NAME.fullmatch(str(name)) for name in state)
+    }
     if len(of_heads) != 1:
         expected = f"expected one state dict of heads, in the layout {' or '.join(LAYOUTS)}"
         raise InputError(f"{file} has {[*stored][:5]!s:.300}, …: {expected}")
@@ -171,7 +179,9 @@ def load_trained_heads(
             faults = [" ".join(str(error).split())]
     if faults:
         refused = f"{report.path} cannot be used: {'; '.join(faults):.2000}"
-        raise HeadsMismatch(f"{refused}. Use heads trained for this model, or convert the file again")
+        raise HeadsMismatch(
+            f"{refused}. Use heads trained for this model, or convert the file again"
+        )
     # 3. Report conversions and suspicious weights.
     if not config.backbone:
         named = config.backbone_name or "not named"
@@ -180,7 +190,8 @@ def load_trained_heads(
     findings = tuple(
         f"{name} is all zero: it was never trained"
         for name, module in net.named_modules()
-        if isinstance(module, ResidualBlock) and not any(weight.any() for weight in module.parameters())
+        if isinstance(module, ResidualBlock)
+        and not any(weight.any() for weight in module.parameters())
     )
     facts = report.path.with_name(TRAINING_FILE)
     training = read_json(facts) if facts.exists() else {}
@@ -203,8 +214,12 @@ def _convert_note(
         for name in norms:
             norm = tensors.pop(name)
             # equal, or one rounded to the other's dtype
-            if not torch.equal(norm.to(final.dtype), final) and not torch.equal(final.to(norm.dtype), norm):
-                faults.append(f"{name} differs from the backbone's final norm: wrong model, or trained norm")
+            if not torch.equal(norm.to(final.dtype), final) and not torch.equal(
+                final.to(norm.dtype), norm
+            ):
+                faults.append(
+                    f"{name} differs from the backbone's final norm: wrong model, or trained norm"
+                )
     values = {
         "n_heads": 1 + max(map(int, heads)),
         "bias": any(name[3] == "bias" for name in names),
@@ -215,7 +230,11 @@ def _convert_note(
     }
     renamed = {name.replace(NOTE_BLOCK, OWN_BLOCK): tensor for name, tensor in tensors.items()}
     config = validated(HeadsConfig, values, f"heads in {report.path}")
-    return report._replace(config=config, converted=(*report.converted, input_state)), renamed, faults
+    return (
+        report._replace(config=config, converted=(*report.converted, input_state)),
+        renamed,
+        faults,
+    )
 
 
 def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) -> list[str]:
@@ -264,7 +283,10 @@ def save_heads(
     """
     kind = getattr(torch, dtype) if dtype else None
     state = {
-        name: tensor.to(dtype=kind if tensor.is_floating_point() else None).cpu().contiguous().clone()
+        name: tensor.to(dtype=kind if tensor.is_floating_point() else None)
+        .cpu()
+        .contiguous()
+        .clone()
         for name, tensor in net.state_dict().items()
     }
     files = {
@@ -294,9 +316,13 @@ def write_layout(heads: Heads, folder: Path, layout: str) -> list[str]:
     state = dict(heads.state_dict())
     changes = []
     if config.lm_head == "shared":
-        state |= {f"heads.{head}.lm_head.weight": heads.shared_lm_head for head in range(config.n_heads)}
+        state |= {
+            f"heads.{head}.lm_head.weight": heads.shared_lm_head for head in range(config.n_heads)
+        }
         changes.append(f"the backbone's lm_head was written for each of {config.n_heads} heads")
-    renamed = {name.replace(OWN_BLOCK, NOTE_BLOCK): tensor.cpu().clone() for name, tensor in state.items()}
+    renamed = {
+        name.replace(OWN_BLOCK, NOTE_BLOCK): tensor.cpu().clone() for name, tensor in state.items()
+    }
     torch.save(renamed, packed := io.BytesIO())
     _write(folder, {LAYOUTS[NOTE]: packed.getvalue()})
     return changes

@@ -23,7 +23,13 @@ from specnb.io import read_json
 from specnb.lm.base import LanguageModel
 from specnb.lm.tree import COMMITTED
 from specnb.measure.cost import CostCurve
-from specnb.medusa.checkpoint import CONFIG_FILE, LoadReport, load_trained_heads, open_heads, shipped
+from specnb.medusa.checkpoint import (
+    CONFIG_FILE,
+    LoadReport,
+    load_trained_heads,
+    open_heads,
+    shipped,
+)
 from specnb.medusa.nets import DrafterConfig, HeadsConfig, backbone_of
 from specnb.medusa.tree import SIZES, TimedTree, TreePlan, fastest_tree, grow, tree_curve
 
@@ -289,4 +295,6 @@ def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> P
             return folder
     names = ", ".join(folders) or "none"
     advice = "give --heads-checkpoint PATH to --drafter medusa or jump"
-    raise InputError(f"no shipped {' or '.join(kinds)} ({names}) was trained on {target.name}: {advice}")
+    raise InputError(
+        f"no shipped {' or '.join(kinds)} ({names}) was trained on {target.name}: {advice}"
+    )

@@ -59,7 +59,9 @@ class Examples(Batches):
         labeled = self._labeled[chosen]
         since = positions[:, None] + 1 + torch.arange(labeled.shape[1])
         labels = torch.where(labeled, self._draft_id[self._tokens[since + 1]], NO_LABEL)
-        return ExampleBatch(self._hidden[positions], self._tokens[since], labels, self._hidden[since])
+        return ExampleBatch(
+            self._hidden[positions], self._tokens[since], labels, self._hidden[since]
+        )
 
 
 def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor, Figures]:
@@ -77,14 +79,18 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
     head_loss = []
     rank_shares = []
     batch = ExampleBatch(*(part.to(lm_head.device) for part in batch))
-    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+    with torch.autocast(
+        lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32
+    ):
         normed = heads.norm(batch.hidden.to(lm_head.dtype))  # also for post_norm heads
         for i in range(heads.config.n_heads):
             rows = heads.logits(i, heads.features(i, normed, batch.ids)).float().log_softmax(-1)
             labels = batch.labels[:, i]
             drafted = labels >= 0
             n_labels = (labels != NO_LABEL).sum().clamp(min=1)
-            hard = F.nll_loss(rows[drafted], labels[drafted], reduction="sum") / drafted.sum().clamp(min=1)
+            hard = F.nll_loss(
+                rows[drafted], labels[drafted], reduction="sum"
+            ) / drafted.sum().clamp(min=1)
             loss = hard
             if recipe.teacher:
                 later = heads.norm(batch.later[:, i].to(lm_head.dtype))

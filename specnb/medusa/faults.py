@@ -124,7 +124,9 @@ def plant(fault: str, sound: Sound) -> Planted:
     return heads.eval(), report
 
 
-def recognise(reference: Reference, planted: Mapping[str, Planted], *, progress: Progress = silent) -> pd.DataFrame:
+def recognise(
+    reference: Reference, planted: Mapping[str, Planted], *, progress: Progress = silent
+) -> pd.DataFrame:
     """Judge the planted heads and return one row per fault.
 
     Columns: planted (the fault); of greedy chains, alpha_1, accepted and tested draft tokens at
@@ -169,7 +171,9 @@ def last_hidden_state(target: LanguageModel, ids: Sequence[int]) -> pd.DataFrame
     net = target.network
     with torch.inference_mode():
         tokens = torch.tensor([list(ids)], device=net.device)
-        last = net(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states[-1][0]
+        last = net(input_ids=tokens, output_hidden_states=True, use_cache=False).hidden_states[-1][
+            0
+        ]
     sides = {"before the final norm": states.pre_norm, "after it": states.post_norm}
     rows = [(side, gates.relative_error(state, last)) for side, state in sides.items()]
     return pd.DataFrame(rows, columns=["state", "largest_difference"])

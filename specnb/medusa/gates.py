@@ -96,7 +96,9 @@ class Checked(NamedTuple):
 
 
 @torch.inference_mode()
-def judge_gates(reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent) -> Checked:
+def judge_gates(
+    reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent
+) -> Checked:
     """Measure heads and judge all gates; `report` is None if nothing was loaded."""
     evidence = HeadsEvidence(reference, heads, report, progress)
     return Checked(tuple(Gate(name, *judge(evidence)) for name, judge in GATES.items()), evidence)
@@ -131,7 +133,9 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     error = relative_error(multiply(normed, e.heads.shared_lm_head), expected)
     says = f"without blocks, logits differ from the backbone's by {error:.2g} (relative), {allowed:.2g} is allowed"
     others = other_norms(e.reference.backbone, states).items()
-    fault = next((name for name, other in others if relative_error(normed, other) <= allowed), "wrong norm")
+    fault = next(
+        (name for name, other in others if relative_error(normed, other) <= allowed), "wrong norm"
+    )
     return error <= allowed, says, fault
 
 
@@ -151,7 +155,9 @@ def judge_schedule(e: HeadsEvidence) -> Verdict:
     if not e.log:
         return True, "no training log came with the heads: nothing to judge", ""
     dead = dead_steps(e.log)
-    says = f"{dead:.0%} of {e.log[-1]['step']} steps at under {DEAD_LR:g} of the highest learning rate"
+    says = (
+        f"{dead:.0%} of {e.log[-1]['step']} steps at under {DEAD_LR:g} of the highest learning rate"
+    )
     return dead < DEAD_STEPS, says, "dead schedule"
 
 
@@ -170,7 +176,9 @@ def judge_acceptance(e: HeadsEvidence) -> Verdict:
     """Check that chains accept more than with shuffled weights, no less than with another norm."""
     if judge_zero_blocks(e)[0]:  # with a wrong input, other norms show nothing about training
         for fault in ("double norm", "missing norm"):
-            normed = e.score_all(normed=lambda s, fault=fault: other_norms(e.reference.backbone, s)[fault])
+            normed = e.score_all(
+                normed=lambda s, fault=fault: other_norms(e.reference.backbone, s)[fault]
+            )
             gain, is_better = chain_gain(normed, e.scores)
             if is_better:
                 says = f"another norm than that of the backbone gains {gain:.3f} accepted drafts per round"
@@ -197,7 +205,9 @@ def chain_gain(scores: Sequence[Scores], others: Sequence[Scores]) -> tuple[floa
 
     Every position of the plain texts is used as the start of a round.
     """
-    accepted, of_others = (np.concatenate([(s.rank == 0).cumprod(1).sum(1) for s in of]) for of in (scores, others))
+    accepted, of_others = (
+        np.concatenate([(s.rank == 0).cumprod(1).sum(1) for s in of]) for of in (scores, others)
+    )
     gains = accepted - of_others
     error = gains.std() / np.sqrt(len(gains))
     return float(gains.mean()), bool(gains.mean() > max(LEAST_GAIN, STANDARD_ERRORS * error))

@@ -95,7 +95,9 @@ class JumpNet(DrafterNet):
         weights = [] if self.config.copied is None else self.block.parameters()
         return [weight.detach() for weight in weights], "copy_rate"
 
-    def roll_out(self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int) -> Iterator[Tensor]:
+    def roll_out(
+        self, states: Tensor, tokens: Tensor, starts: Tensor, n_steps: int
+    ) -> Iterator[Tensor]:
         """Yield g of each step: `(B, T - 1, D)` for all tokens but the last, then `(B, S, D)`.
 
         `states (B, T, layers, D)`, `tokens (B, T)`, `starts (S,)`. Step j from start t reads token
@@ -117,10 +119,14 @@ class JumpNet(DrafterNet):
             g = self._run(z, starts + j, cache, mask=visible[None, None])
             yield g
 
-    def _run(self, z: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None = None) -> Tensor:
+    def _run(
+        self, z: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the block's output for `z (B, n, D)` at `positions (n,)`; `mask (1, 1, n, keys)`."""
         rotations = self.target.get_decoder().rotary_emb(z, positions[None])
-        return self.block(z, attention_mask=mask, position_embeddings=rotations, past_key_values=cache)
+        return self.block(
+            z, attention_mask=mask, position_embeddings=rotations, past_key_values=cache
+        )
 
 
 def unit(x: Tensor) -> Tensor:
@@ -144,7 +150,9 @@ class JumpDrafter(HeadsDrafter):
         lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
         network = with_layers(net.target, [net.block], norm=net.norm, lm_head=lm_head)
         self._block = Decoder(network, target.caps.n_ctx, rows=1)
-        self._n_read = 0  # cached steps of the target's states: step t reads state t and token t + 1
+        self._n_read = (
+            0  # cached steps of the target's states: step t reads state t and token t + 1
+        )
 
     def start(self, tokens: Sequence[int]) -> None:
         super().start(tokens)
@@ -202,7 +210,9 @@ def jump_drafter(
     def build(config: JumpConfig, _: Backbone, token_map: Tensor) -> JumpNet:
         return JumpNet(config, target.network, token_map)
 
-    return heads_drafter(target, kinds=kinds, drafter_of=JumpDrafter, build=build, schema=JumpConfig, **options)
+    return heads_drafter(
+        target, kinds=kinds, drafter_of=JumpDrafter, build=build, schema=JumpConfig, **options
+    )
 
 
 eagle_drafter = partial(jump_drafter, kinds=("eagle",))
@@ -216,7 +226,9 @@ def read_layers(kind: str, model: Any) -> dict[str, Any]:
     """
     if not hasattr(model, "watch_layers"):
         engine = model.caps.engine
-        raise InputError(f"{engine} does not expose layer states of {model.name}: open it with ?backend=hf")
+        raise InputError(
+            f"{engine} does not expose layer states of {model.name}: open it with ?backend=hf"
+        )
     if type(model.network) not in FAMILIES:
         families = ", ".join(family.__name__ for family in FAMILIES)
         raise InputError(f"got {type(model.network).__name__}, expected one of {families}")

@@ -144,7 +144,9 @@ class Backbone:
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             value = getattr(config, setting, None)
             if value not in (None, 1):
-                raise InputError(f"{name} has {setting} = {value}, which heads do not support: use another model")
+                raise InputError(
+                    f"{name} has {setting} = {value}, which heads do not support: use another model"
+                )
         lm_head = output.weight.detach()
         return cls(final_norm(net), lm_head, embeddings.weight.detach()[: len(lm_head)])
 
@@ -156,7 +158,9 @@ def backbone_of(target: LanguageModel) -> Backbone:
     """
     if not hasattr(target, "network"):
         engine = target.caps.engine
-        raise InputError(f"{engine} does not expose hidden states of {target.name}: open it with ?backend=hf")
+        raise InputError(
+            f"{engine} does not expose hidden states of {target.name}: open it with ?backend=hf"
+        )
     return Backbone.of(target.network)
 
 
@@ -230,7 +234,9 @@ class ResidualBlock(nn.Module):
 
         `condition (…, conditions * size)` has concatenated embeddings.
         """
-        return x + F.silu(self.linear(x if condition is None else torch.cat([x, condition], dim=-1)))
+        return x + F.silu(
+            self.linear(x if condition is None else torch.cat([x, condition], dim=-1))
+        )
 
 
 class Head(nn.Module):
@@ -243,11 +249,15 @@ class Head(nn.Module):
         super().__init__()
         conditions = index + 1 if config.kind == "hydra" else 0
         self.blocks = nn.ModuleList(
-            ResidualBlock(config.hidden_size, conditions=0 if layer else conditions, bias=config.bias)
+            ResidualBlock(
+                config.hidden_size, conditions=0 if layer else conditions, bias=config.bias
+            )
             for layer in range(config.n_layers)
         )
         private = config.lm_head == "private"
-        self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
+        )
 
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return features `(…, hidden)`, the lm_head's input, for normed states `x (…, hidden)`.
@@ -270,7 +280,9 @@ class Heads(DrafterNet):
 
     norm: nn.Module
 
-    def __init__(self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None) -> None:
+    def __init__(
+        self, config: HeadsConfig, backbone: Backbone, token_map: Tensor | None = None
+    ) -> None:
         super().__init__(config, backbone, token_map)
         self.heads = nn.ModuleList(Head(config, i) for i in range(config.n_heads))
         self.to(device=backbone.lm_head.device, dtype=backbone.lm_head.dtype)
@@ -287,7 +299,9 @@ class Heads(DrafterNet):
         The second value is the name of the `Recipe` field with the scale.
         """
         size = self.config.hidden_size
-        return [head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads], "embedding_rate"
+        return [
+            head.blocks[0].linear.weight.detach()[:, size:] for head in self.heads
+        ], "embedding_rate"
 
     def normed(self, hidden: Tensor) -> Tensor:
         """Return the blocks' input for hidden states `(…, hidden)`, as set by `config.input`."""
@@ -320,7 +334,9 @@ class Heads(DrafterNet):
         A shared lm_head is read once for all heads.
         """
         if self.config.lm_head == "private":
-            return torch.cat([self.draft_logits(i, hidden[None]) for i in range(self.config.n_heads)])
+            return torch.cat(
+                [self.draft_logits(i, hidden[None]) for i in range(self.config.n_heads)]
+            )
         normed = self.normed(hidden)
         features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
         return F.linear(features, self.shared_lm_head).float()
@@ -333,11 +349,15 @@ class Heads(DrafterNet):
         weights = list(self.parameters())
         n_bytes = sum(weight.nbytes for weight in weights)
         if self.config.lm_head == "shared":
-            n_bytes += self.shared_lm_head.nbytes * (1 if self.config.kind == "medusa" else self.config.n_heads)
+            n_bytes += self.shared_lm_head.nbytes * (
+                1 if self.config.kind == "medusa" else self.config.n_heads
+            )
         return sum(weight.numel() for weight in weights), n_bytes
 
 
-def new_heads(config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int) -> Heads:
+def new_heads(
+    config: HeadsConfig, backbone: Backbone, token_map: Tensor | None, seed: int
+) -> Heads:
     """Return untrained heads, seeded by `seed`."""
     with seeded(seed):
         return Heads(config, backbone, token_map)

@@ -58,7 +58,10 @@ class Recipe:
         if step < self.warmup:
             return self.peak_lr * (step + 1) / self.warmup
         done = (step - self.warmup) / max(1, self.steps - 1 - self.warmup)
-        return self.eta_min + (self.peak_lr - self.eta_min) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        return (
+            self.eta_min
+            + (self.peak_lr - self.eta_min) * (1 + math.cos(math.pi * min(1.0, done))) / 2
+        )
 
 
 PRESETS, JUMP_PRESETS = (
@@ -115,7 +118,9 @@ class Batches:
         """
         n = recipe.batch_size // self.positions
         if n > self.n_items:
-            raise InputError(f"got {self.n_items} examples, expected at least {n} for a batch: write more text")
+            raise InputError(
+                f"got {self.n_items} examples, expected at least {n} for a batch: write more text"
+            )
         drawn = np.random.default_rng([recipe.seed, step]).choice(self.n_items, n, replace=False)
         return self.batch(torch.from_numpy(drawn))
 

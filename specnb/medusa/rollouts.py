@@ -52,11 +52,15 @@ class RowBatches(Batches):
     def batch(self, chosen: Tensor) -> JumpBatch:
         """Return the rows `chosen`. The first index sets the offset of the rounds."""
         tokens, own = (torch.from_numpy(part[chosen.numpy()]) for part in self.rows)
-        starts = torch.arange(SINK + int(chosen[0]) % STRIDE, self.positions - self._n_steps - 1, STRIDE)
+        starts = torch.arange(
+            SINK + int(chosen[0]) % STRIDE, self.positions - self._n_steps - 1, STRIDE
+        )
         return JumpBatch(self._states[chosen][:, :, self._places], tokens.long(), own, starts)
 
 
-def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool = False) -> tuple[Tensor, Figures]:
+def roll_out_loss(
+    net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool = False
+) -> tuple[Tensor, Figures]:
     """Return the loss of a batch, and metrics of each step, where the next token is marked `own`.
 
     A step's loss mixes LK, -log sum min(p, q), over the draft vocabulary (2602.23881), with KL(p ||
@@ -79,7 +83,9 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool
     rank_shares = []
     rounds = []
     n_steps = min(recipe.roll_out, net.config.n_heads)
-    with torch.autocast(lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32):
+    with torch.autocast(
+        lm_head.device.type, torch.bfloat16, enabled=lm_head.dtype != torch.float32
+    ):
         for j, g in enumerate(net.roll_out(states, batch.tokens, batch.starts, n_steps), 1):
             places = torch.arange(1, n) if j == 1 else batch.starts + j
             # 1. The block's outputs where the next token is marked `own`: g[row, place].
@@ -103,10 +109,16 @@ def roll_out_loss(net: JumpNet, recipe: Recipe, batch: JumpBatch, *, whole: bool
             rank_shares.append(hits.sum(0) / n_drawn)
             rounds.append(rates if j > 1 else rates[:, :, batch.starts])
     begun = drawn[:, batch.starts + 1]
-    taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(min=1)
+    taus = 1 + (torch.stack(rounds).cumprod(0).sum(0) * begun).sum((1, 2)) / begun.sum().clamp(
+        min=1
+    )
     ranks = torch.stack(rank_shares)
     return torch.stack(losses).sum(), round_figures(
-        accepted=torch.stack(accepted_shares), top1=ranks[:, 0], rank_shares=ranks, tau=taus[0], greedy_tau=taus[1]
+        accepted=torch.stack(accepted_shares),
+        top1=ranks[:, 0],
+        rank_shares=ranks,
+        tau=taus[0],
+        greedy_tau=taus[1],
     )
 
 
@@ -148,7 +160,11 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
     xy = torch.zeros(1)
     for ids in tokens.long().split(8):
         with pre_norm_states(net.target) as final:
-            h = [*net.target(input_ids=ids, output_hidden_states=True, logits_to_keep=1).hidden_states[:-1]]
+            h = [
+                *net.target(
+                    input_ids=ids, output_hidden_states=True, logits_to_keep=1
+                ).hidden_states[:-1]
+            ]
         h.append(final[0])
         entered = h[copied][:, SINK + 1 :]
         read = [unit(h[1 + layer][:, SINK:-1]) for layer in (*net.config.layers, copied)]

@@ -35,7 +35,11 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 def lesson_of(net: Trainee, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of `net` on the text in a folder."""
-    return jump_lesson(net, recipe, text) if isinstance(net, JumpNet) else heads_lesson(net, recipe, text)
+    return (
+        jump_lesson(net, recipe, text)
+        if isinstance(net, JumpNet)
+        else heads_lesson(net, recipe, text)
+    )
 
 
 def train(
@@ -80,7 +84,11 @@ def train(
             on_step(step, loss.item(), figures)
             # 3. Evaluate on held-out text, and write a checkpoint.
             if step % save_every == 0 or step == recipe.steps:
-                line = {"step": step, "examples": step * recipe.batch_size, "lr": recipe.lr(step - 1)}
+                line = {
+                    "step": step,
+                    "examples": step * recipe.batch_size,
+                    "lr": recipe.lr(step - 1),
+                }
                 log.append(line | {"loss": loss.item()} | lesson.judge())
                 states = {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({"run": run, "step": step, "log": log} | states, packed := io.BytesIO())
@@ -94,7 +102,9 @@ def _read_checkpoint(file: Path, run: dict[str, Any]) -> dict[str, Any]:
         saved = torch.load(file, map_location="cpu", weights_only=True)
         other = [key for key in run if saved["run"][key] != run[key]]
     if other:
-        raise InputError(f"{file.parent} has another run: {' and '.join(other)} differ. Use another folder")
+        raise InputError(
+            f"{file.parent} has another run: {' and '.join(other)} differ. Use another folder"
+        )
     return saved
 
 
@@ -103,7 +113,9 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
         broken = f"the gradient of step {step} is not finite (loss {loss.item()})"
-        raise EngineError(f"{broken}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is intact")
+        raise EngineError(
+            f"{broken}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is intact"
+        )
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
     weights, rate = net.scaled_rates
@@ -132,7 +144,9 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
     return validated(schema, options, f"a drafter for {model.name}")
 
 
-def write_training_text(model: LanguageModel, text: Path, batches: int, progress: Progress) -> TextRows:
+def write_training_text(
+    model: LanguageModel, text: Path, batches: int, progress: Progress
+) -> TextRows:
     """Generate the batches of text that are missing in the folder, and return the train split."""
     splits = {"held_out": 2, "train": batches}
     data.write_splits(model, text, batches=splits, writing=Writing(), progress=progress)

@@ -47,7 +47,9 @@ class TreePlan(Tree):
         """
         reached = []
         for parent, depth, rank in zip(self.parents, self.depths, self.ranks, strict=True):
-            reached.append((1.0 if parent == COMMITTED else reached[parent]) * accuracy[depth, rank])
+            reached.append(
+                (1.0 if parent == COMMITTED else reached[parent]) * accuracy[depth, rank]
+            )
         return 1 + sum(reached)
 
     def first(self, n: int) -> "TreePlan":
@@ -65,7 +67,12 @@ def grow(accuracy: np.ndarray, n_nodes: int) -> TreePlan:
     level = [(1.0, ())]  # (probability of being accepted, ranks on the path)
     nodes = []
     for shares in accuracy:
-        children = [(p * share, (*path, rank)) for p, path in level for rank, share in enumerate(shares) if share > 0]
+        children = [
+            (p * share, (*path, rank))
+            for p, path in level
+            for rank, share in enumerate(shares)
+            if share > 0
+        ]
         # A node that is not among the best of its depth has no child in the plan.
         level = sorted(children, key=itemgetter(0), reverse=True)[:n_nodes]
         nodes += level
@@ -108,8 +115,15 @@ def tree_curve(target: TreeModel) -> CostCurve:
         target.rewind(n) if n == 1 else target.keep_path([])
 
     rooted: Any = SimpleNamespace(
-        name=target.name, vocab=target.vocab, caps=target.caps, reset=target.reset, forward=forward, rewind=rewind
+        name=target.name,
+        vocab=target.vocab,
+        caps=target.caps,
+        reset=target.reset,
+        forward=forward,
+        rewind=rewind,
     )
     room = target.caps.n_ctx // 2
-    widths = [n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)]
+    widths = [
+        n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)
+    ]
     return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)

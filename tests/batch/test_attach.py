@@ -56,7 +56,9 @@ class Fake:
         self.reached.update(place for n in accepted for place in range(n))
         changed = " that drafting changed" if self.fault == "another text" and k else ""
         reply = {
-            "choices": [{"message": {"role": "assistant", "content": f"an answer to {len(text)}{changed}"}}],
+            "choices": [
+                {"message": {"role": "assistant", "content": f"an answer to {len(text)}{changed}"}}
+            ],
             "usage": {"completion_tokens": n_tokens},
         }
         if self.engine == "sglang":
@@ -72,7 +74,10 @@ class Fake:
         name = f"{self.engine}:spec_decode_num"
         lines = [f"{name}_drafts_total {self.rounds}", f"{name}_draft_tokens_total {self.drafted}"]
         places = range(self.k)
-        lines += [f'{name}_accepted_tokens_per_pos_total{{position="{n}"}} {self.reached[n]}' for n in places]
+        lines += [
+            f'{name}_accepted_tokens_per_pos_total{{position="{n}"}} {self.reached[n]}'
+            for n in places
+        ]
         return "\n".join(lines)
 
     def __enter__(self):
@@ -148,7 +153,9 @@ def test_a_sound_server_gets_costs_a_best_k_and_no_findings(engine):
     judged = judge_replies(document)
     assert document["error"] == "" and document["engine"] == engine
     findings = [finding["check"] for finding in judged["findings"]]
-    assert findings == ([] if engine == "llamacpp" else ["K ignored"])  # these engines take K only at startup
+    assert findings == (
+        [] if engine == "llamacpp" else ["K ignored"]
+    )  # these engines take K only at startup
     first = judged["contents"][0]
     assert first["content"] == "all" and first["n_prompts"] == 6 and 2 < first["tau"] < 3.5
     assert len(judged["contents"]) == 6 and 1 <= first["best_k"] <= 4
@@ -191,7 +198,8 @@ def test_missing_plain_replies_or_counts_give_no_verdict_or_no_best_k():
 
 
 @pytest.mark.parametrize(
-    ("fault", "part"), [("stops", "timed out"), ("2 GB", "bytes"), ("another host", "307"), ("no JSON", "JSON")]
+    ("fault", "part"),
+    [("stops", "timed out"), ("2 GB", "bytes"), ("another host", "307"), ("no JSON", "JSON")],
 )
 def test_a_failing_server_ends_the_run_and_completed_replies_are_kept(fault, part):
     fake = Fake(fault=fault)
@@ -230,7 +238,9 @@ def test_the_change_between_two_builds_is_named_and_noise_is_none():
     runs[1]["sha256"] = "moved"
     changed = {"nothing": run(Fake()), "arithmetic": old | {"runs": runs}}
     changed |= {"drafting": run(Fake(alpha=0.6)), "cost": run(Fake(step_ms=1.3 * STEP_MS))}
-    assert {kind: compare_builds(old, new).verdict for kind, new in changed.items()} == {kind: kind for kind in changed}
+    assert {kind: compare_builds(old, new).verdict for kind, new in changed.items()} == {
+        kind: kind for kind in changed
+    }
     for other in ({"prompts_sha256": "of others"}, {"runs": runs[:4]}):
         assert compare_builds(old, old | other).verdict == "cannot know"
     rng = np.random.default_rng(0)
@@ -257,9 +267,21 @@ def test_the_command_writes_page_and_fingerprint_and_compares_them(tmp_path, spe
     assert "Does speculation pay" in (tmp_path / "old.html").read_text()
     attached(Fake(alpha=0.5), new)
     code, out = compared()
-    assert code == 1 and out.startswith("drafting: 12 replies moved") and specnb("results", "--from", new)[0] == 0
+    assert (
+        code == 1
+        and out.startswith("drafting: 12 replies moved")
+        and specnb("results", "--from", new)[0] == 0
+    )
     code, _, err = attached(Fake(fault="stops"), new)
-    assert code == 1 and "timed out" in err and len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 11
+    assert (
+        code == 1
+        and "timed out" in err
+        and len(json.loads((tmp_path / "new.json").read_text())["runs"]) == 11
+    )
     assert compared()[0] == 125
-    for mistake in (("attach",), ("attach", "http://127.0.0.1:1"), ("attach", "--compare", old, "absent.json")):
+    for mistake in (
+        ("attach",),
+        ("attach", "http://127.0.0.1:1"),
+        ("attach", "--compare", old, "absent.json"),
+    ):
         assert specnb(*mistake)[0] == 2

@@ -18,9 +18,13 @@ SERVER = Cost.straight("server", 1.08, 0.05)
 COSTS = (SERVER, Cost.straight("here", 1.6, 0.1), Cost.straight("laptop", 3.8, 0.3))
 RUNS = [
     (drafter, content, temperature)
-    for drafter, contents in ((COPY, ("code", "edit", "prose")), ("lookup(n=1..6,x4)", ("code", "edit")))
-    for content in contents for temperature in (0.0, 1.0)
-]  # fmt: skip
+    for drafter, contents in (
+        (COPY, ("code", "edit", "prose")),
+        ("lookup(n=1..6,x4)", ("code", "edit")),
+    )
+    for content in contents
+    for temperature in (0.0, 1.0)
+]
 """Complete recordings, so that the result of every K is known."""
 
 
@@ -35,7 +39,12 @@ def decode(recording, k, rng) -> Request:
     while at < recording.n_tokens:
         drafted.append(min(k, recording.offered[at]))
         chances = (rng.random() < chance for chance in recording.keep[at][: drafted[-1]])
-        kept.append(next((n for n, right in enumerate(chances) if not right), len(recording.keep[at][: drafted[-1]])))
+        kept.append(
+            next(
+                (n for n, right in enumerate(chances) if not right),
+                len(recording.keep[at][: drafted[-1]]),
+            )
+        )
         at += kept[-1] + 1
     return Request(tuple(kept), tuple(drafted))
 
@@ -45,12 +54,20 @@ def steps(request, sparse=False):
     histogram = np.bincount(request.accepted, minlength=max(request.drafted) + 1).tolist()
     counts = {"acceptance_histogram": histogram, "num_spec_tokens": max(request.drafted)}
     if sparse:
-        counts["acceptance_histogram"] = {str(n): rounds for n, rounds in enumerate(histogram) if rounds}
-    return counts | {"per_step_accepted": list(request.accepted), "per_step_drafted": list(request.drafted)}
+        counts["acceptance_histogram"] = {
+            str(n): rounds for n, rounds in enumerate(histogram) if rounds
+        }
+    return counts | {
+        "per_step_accepted": list(request.accepted),
+        "per_step_drafted": list(request.drafted),
+    }
 
 
 def spec_bench(request):
-    return {"question_id": 1, "choices": [{"turns": [""], "accept_lengths": [n + 1 for n in request.accepted]}]}
+    return {
+        "question_id": 1,
+        "choices": [{"turns": [""], "accept_lengths": [n + 1 for n in request.accepted]}],
+    }
 
 
 FORMATS = {
@@ -62,12 +79,18 @@ FORMATS = {
 
 @pytest.mark.parametrize(("drafter", "content", "temperature"), RUNS)
 @pytest.mark.parametrize("own", [4, 8])
-def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(trace, drafter, content, temperature, own):
+def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(
+    trace, drafter, content, temperature, own
+):
     """Tokens per round of smaller K are within 3 %; the advised K costs at most 3 % of speed."""
-    recordings = trace.select(drafter=drafter, category=content, temperature=temperature, top_p=1.0).recordings
+    recordings = trace.select(
+        drafter=drafter, category=content, temperature=temperature, top_p=1.0
+    ).recordings
     rng = np.random.default_rng(7)
     requests = [decode(recording, own, rng) for recording in recordings]
-    true = list(zip(*(every_k(recording, range(1, own + 1)) for recording in recordings), strict=True))
+    true = list(
+        zip(*(every_k(recording, range(1, own + 1)) for recording in recordings), strict=True)
+    )
     if temperature == 0:
         tau = [sum(c.n_tokens for c in of_k) / sum(c.rounds for c in of_k) for of_k in true]
         table = sweep_log(requests, [SERVER], own)
@@ -84,12 +107,16 @@ def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(trace, drafter,
 def test_the_formats_of_engines_are_read_without_loss(trace, tmp_path, form):
     recordings = trace.select(drafter=COPY, category="code", temperature=0.0).recordings
     requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
-    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(FORMATS[form](request)) for request in requests))
+    (tmp_path / "log.jsonl").write_text(
+        "\n".join(json.dumps(FORMATS[form](request)) for request in requests)
+    )
     read = read_log(tmp_path / "log.jsonl", k=4)
     assert [request.accepted for request in read] == [request.accepted for request in requests]
     row = sweep_log(read, [SERVER], 6).set_index("k").loc[4]
     assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"]
-    assert row["tau"] == pytest.approx(sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests))
+    assert row["tau"] == pytest.approx(
+        sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests)
+    )
 
 
 @pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
@@ -162,9 +189,14 @@ def test_counts_are_recovered_from_rounded_rates(tmp_path, text, rounds, reached
     (request,) = read_log(tmp_path / "log.txt")
     assert len(request.accepted) == rounds and request.rounds in (None, (rounds, rounds))
     table = by_position([request])
-    assert table["accepted"].tolist() == reached and table["tested"].tolist() == [rounds, *reached[:-1]]
+    assert table["accepted"].tolist() == reached and table["tested"].tolist() == [
+        rounds,
+        *reached[:-1],
+    ]
     np.testing.assert_allclose(table["tau"], 1 + np.cumsum(reached) / rounds)
-    assert sweep_log([request], [SERVER], 3).query("own")["tau"].item() == pytest.approx(table["tau"].iloc[-1])
+    assert sweep_log([request], [SERVER], 3).query("own")["tau"].item() == pytest.approx(
+        table["tau"].iloc[-1]
+    )
 
 
 def test_lines_of_a_real_server_match_its_token_counts():
@@ -190,7 +222,9 @@ def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds)
     (request,) = read_log(tmp_path / "log.txt")
     low, high = request.rounds
     assert low <= rounds <= high and sum(request.accepted) == total
-    np.testing.assert_allclose(by_position([request])["accepted"] / len(request.accepted), shares, atol=2e-3)
+    np.testing.assert_allclose(
+        by_position([request])["accepted"] / len(request.accepted), shares, atol=2e-3
+    )
 
 
 FAULTS = {
@@ -214,24 +248,33 @@ OFF_BY_ONE = sglang([19, 11, 4, 3, 6, 0], spec_verify_ct=43, spec_accept_token_n
 ODD = {
     "no counts in a text": ("no JSON", ["acceptance_histogram"]),
     "one document, damaged in line 3": ('{\n"a": 1,\n"b" 2}', ["line 3"]),
-    "totals only": (LOGS.joinpath("llama.json").read_text(), ["65", "347", "no other K can be known"]),
+    "totals only": (
+        LOGS.joinpath("llama.json").read_text(),
+        ["65", "347", "no other K can be known"],
+    ),
     "a negative count": (stepwise([-1, 2], [3, 3]), ["per_step_accepted.0", "-1"]),
     "unequal lengths": (stepwise([1, 0, 3], [3, 3]), ["3", "2"]),
     "accepted above drafted": (stepwise([1, 4], [3, 3]), ["4", "3"]),
     "no drafts in any round": ([stepwise([0] * 5, [0] * 5)] * 6, ["nothing was drafted", "6"]),
     "10^10 rounds": (sglang([0, 10_000_000_000]), ["10000000000"]),
     "10^7 drafts in a round": (stepwise([1], [10_000_000]), ["per_step_drafted.0", "10000000"]),
-    "many rounds, and many drafts of another": ([sglang([999_999, 1]), stepwise([0], [512])], ["512001024"]),
+    "many rounds, and many drafts of another": (
+        [sglang([999_999, 1]), stepwise([0], [512])],
+        ["512001024"],
+    ),
     "a histogram that is off by one": (OFF_BY_ONE, ["90", "52"]),
     "steps of more drafts": (stepwise([1, 0, 3], [3, 3, 3], num_draft_tokens=8), ["8", "9"]),
     "a line of totals": (LLAMA.partition(", acceptance rate")[0], ["167 accepted", "-lv 5"]),
     "a mean that is not a number": (LLAMA.replace("2.92", "nan"), ["nan"]),
     "a mean of other rounds": (LLAMA.replace("2.92", "3.92"), ["3.92", "no number of rounds"]),
     "rates of other rounds": (LLAMA.replace("0.483", "0.583"), ["0.583"]),
-    "a line of vLLM without its rates": (VLLM.partition(", Per-position")[0], ["SpecDecoding metrics", "3.03"]),
+    "a line of vLLM without its rates": (
+        VLLM.partition(", Per-position")[0],
+        ["SpecDecoding metrics", "3.03"],
+    ),
     "a counter that is not a number": (METRICS.replace("87.0", "NaN"), ["NaN"]),
     "counters of more acceptances than drafts": (METRICS.replace("87.0", "50"), ["50"]),
-}  # fmt: skip
+}
 """Unusable logs, each with the places or values that its error must contain."""
 
 

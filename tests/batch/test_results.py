@@ -16,7 +16,9 @@ from specnb.records import RunRecord
 def record(k: int) -> RunRecord:
     """Return a run of two prompts with prompt lookup."""
     model = toy.markov(8, seed=1)
-    generations = [generate(model, [i, i + 1], max_new_tokens=24, drafter="lookup", k=k) for i in range(2)]
+    generations = [
+        generate(model, [i, i + 1], max_new_tokens=24, drafter="lookup", k=k) for i in range(2)
+    ]
     params, now = {"k": k, "seed": 1}, datetime.now(UTC)
     named = {"run_id": store.run_id("toys", params), "experiment": "toys", "params": params}
     return RunRecord(**named, provenance={}, started=now, ended=now, generations=generations)
@@ -32,7 +34,13 @@ def results(tmp_path) -> Path:
 def test_only_keys_of_records_are_copied_from_a_bucket(results, monkeypatch):
     run = str(next(results.rglob("run.json")).relative_to(results))
     failed = f"{Path(run).parent}/.failed/run.json"
-    odd = ["../evil/run.json", "one/../two/run.json", "/etc/run.json", ".failed/run.json", "run/notebook.ipynb"]
+    odd = [
+        "../evil/run.json",
+        "one/../two/run.json",
+        "/etc/run.json",
+        ".failed/run.json",
+        "run/notebook.ipynb",
+    ]
     opened = []
 
     class Bucket:
@@ -60,6 +68,8 @@ def test_runs_are_listed_and_queried_and_their_texts_are_escaped(results, specnb
     n_tokens = [sum(len(g.token_ids) for g in run) for run in of_runs]
     assert rows == [("k=2", 2, n_tokens[0]), ("k=4", 2, n_tokens[1])]
     sql = "SELECT k_asked, sum(n_accepted) AS n FROM rounds GROUP BY k_asked ORDER BY k_asked"
-    assert [row["n"] for row in read(sql)] == [sum(g.accepted_tokens for g in run) for run in of_runs]
+    assert [row["n"] for row in read(sql)] == [
+        sum(g.accepted_tokens for g in run) for run in of_runs
+    ]
     out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]
     assert r"\x1b[31mred[b]" in out and "\x1b" not in out

@@ -15,7 +15,9 @@ from specnb.batch.run import Job
 from specnb.batch.sweep import Batch, batch_of, jobs, read_batch, run_sweep
 from specnb.errors import FetchError, InputError
 
-PARAMETERS = 'seed: int = 0\nend: str = "well"\npause: float = 0.0\nks: list[int] = [4]\nlength = None'
+PARAMETERS = (
+    'seed: int = 0\nend: str = "well"\npause: float = 0.0\nks: list[int] = [4]\nlength = None'
+)
 CELL = """
 import os, time
 from datetime import UTC, datetime
@@ -33,12 +35,21 @@ if end == "error":
 if end == "crash":
     os.kill(os.getpid(), 9)
 """
-STATUS = {"well": "completed", "waits": "completed", "error": "failed", "crash": "killed", "late": "timed out"}
+STATUS = {
+    "well": "completed",
+    "waits": "completed",
+    "error": "failed",
+    "crash": "killed",
+    "late": "timed out",
+}
 
 
 @pytest.fixture
 def notebook(tmp_path) -> str:
-    cells = [nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}), nbformat.v4.new_code_cell(CELL)]
+    cells = [
+        nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]}),
+        nbformat.v4.new_code_cell(CELL),
+    ]
     path = tmp_path / "07_test.ipynb"
     nbformat.write(nbformat.v4.new_notebook(cells=cells), path)
     return str(path)
@@ -46,14 +57,20 @@ def notebook(tmp_path) -> str:
 
 @pytest.fixture
 def chosen(notebook, tmp_path):
-    def grid(results: str = str(tmp_path / "results"), limit_s: float | None = 40, **values: list) -> list[Job]:
-        return jobs(Batch(notebook=notebook, grid=values), results=results, limit_s=limit_s, retries=1)
+    def grid(
+        results: str = str(tmp_path / "results"), limit_s: float | None = 40, **values: list
+    ) -> list[Job]:
+        return jobs(
+            Batch(notebook=notebook, grid=values), results=results, limit_s=limit_s, retries=1
+        )
 
     return grid
 
 
 @pytest.mark.parametrize("seeds", [1, pytest.param(57, marks=pytest.mark.slow)])
-def test_no_run_is_lost_if_the_sweep_is_interrupted_or_a_run_fails_hangs_or_dies(chosen, tmp_path, seeds):
+def test_no_run_is_lost_if_the_sweep_is_interrupted_or_a_run_fails_hangs_or_dies(
+    chosen, tmp_path, seeds
+):
     done = chosen(seed=list(range(seeds)))
     first, waiting, queued = done[:1] + chosen(seed=[1, 2], end=["waits"], limit_s=None)
     half = run_sweep([first, waiting, queued], workers=2)
@@ -63,9 +80,13 @@ def test_no_run_is_lost_if_the_sweep_is_interrupted_or_a_run_fails_hangs_or_dies
     grid = [*done, *chosen(end=["late"], limit_s=20), waiting, *chosen(end=["error", "crash"])]
     ended = list(run_sweep(grid, workers=3))
     assert Counter(run.run_id for run in ended) == Counter(job.run_id for job in grid)
-    assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, "a dead kernel is begun again"
+    assert {run.params.get("end"): run.attempts for run in ended}["crash"] == 2, (
+        "a dead kernel is begun again"
+    )
     for run in ended:  # the record was saved before the failure
-        assert run.status == ("skipped" if run.run_id == first.run_id else STATUS[run.params.get("end", "well")])
+        assert run.status == (
+            "skipped" if run.run_id == first.run_id else STATUS[run.params.get("end", "well")]
+        )
         assert store.load_record(Path(run.folder)).params["seed"] == run.params.get("seed", 0)
         outcome = json.loads((Path(run.folder) / "outcome.json").read_text())
         assert outcome["run_id"] == run.run_id and (outcome["status"] == "completed") == run.ok
@@ -84,13 +105,20 @@ def test_unusable_results_and_resources_are_refused_in_one_line(chosen, notebook
 def test_no_run_is_lost_if_a_dask_worker_is_killed(chosen):
     distributed = pytest.importorskip("distributed")
     grid = chosen(seed=[0, 1, 2], pause=[6.0], limit_s=60)
-    options = {"n_workers": 2, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    options = {
+        "n_workers": 2,
+        "threads_per_worker": 1,
+        "processes": True,
+        "dashboard_address": None,
+    }
     with distributed.LocalCluster(**options, resources={"GPU": 1}) as cluster:
         threading.Timer(4.0, os.kill, (cluster.workers[0].pid, signal.SIGKILL)).start()
         options = {"scheduler": cluster.scheduler_address, "resources": {"GPU": 1}}
         ended = list(run_sweep(grid, **options))
         assert Counter(run.status for run in ended) == {"completed": 3}
-        assert {run.status for run in run_sweep(grid, scheduler=cluster.scheduler_address)} == {"skipped"}
+        assert {run.status for run in run_sweep(grid, scheduler=cluster.scheduler_address)} == {
+            "skipped"
+        }
     with pytest.raises(FetchError, match="tcp://127"):
         list(run_sweep(chosen(seed=[9]), scheduler="tcp://127.0.0.1:9"))
 
@@ -103,14 +131,21 @@ def test_runs_on_s3_are_skipped_and_read_like_local_ones(chosen, monkeypatch):
     server.start()
     try:
         host, port = server.get_host_and_port()
-        facts = {"ACCESS_KEY_ID": "test", "SECRET_ACCESS_KEY": "test", "ENDPOINT_URL": f"http://{host}:{port}"}
+        facts = {
+            "ACCESS_KEY_ID": "test",
+            "SECRET_ACCESS_KEY": "test",
+            "ENDPOINT_URL": f"http://{host}:{port}",
+        }
         for name, value in facts.items():
             monkeypatch.setenv(f"AWS_{name}", value)
         import boto3
 
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket="runs")
         (job,) = chosen("s3://runs/one", seed=[3])
-        assert [run.status for _ in range(2) for run in run_sweep([job])] == ["completed", "skipped"]
+        assert [run.status for _ in range(2) for run in run_sweep([job])] == [
+            "completed",
+            "skipped",
+        ]
         with local_copy("s3://runs/one") as folder:
             assert overview(folder)["run_id"].tolist() == [job.run_id]
     finally:
@@ -133,9 +168,20 @@ def test_a_command_line_and_a_file_give_the_same_grid(notebook, tmp_path):
 def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path):
     file = tmp_path / "batch.yaml"
     values = {
-        "1e-3": 0.001, "8": 8, "true": True, "[1, 2]": [1, 2], "{a: 1}": {"a": 1}, "null": None, "": None,
-        "012": "012", "1:30": "1:30", "yes": "yes", "2026-01-02": "2026-01-02", '"8"': "8", '""': "",
-    }  # fmt: skip
+        "1e-3": 0.001,
+        "8": 8,
+        "true": True,
+        "[1, 2]": [1, 2],
+        "{a: 1}": {"a": 1},
+        "null": None,
+        "": None,
+        "012": "012",
+        "1:30": "1:30",
+        "yes": "yes",
+        "2026-01-02": "2026-01-02",
+        '"8"': "8",
+        '""': "",
+    }
     lines = "".join(f"  p{index}: {text}\n" for index, text in enumerate(values))
     file.write_text(f"notebook: 01\nparameters:\n{lines}")
     batch = read_batch(file)
@@ -146,13 +192,18 @@ def test_a_batch_file_reads_a_value_as_the_command_line_does(notebook, tmp_path)
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("grid: [1", "YAML"), ("notebook: x\nkind: y\n", "kind"), ("notebook: nowhere\n", "nowhere"),
-     ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
-     ("notebook: 01\ngrid:\n  seed: [0]\n  k_max: [8]\n  seed: [1]\n", "'seed' .*line 5"),
-     ("notebook: 01\ngrid: &all\n  seed: *all\n", "'all'"),
-     ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"), ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
-     (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs")],
-)  # fmt: skip
+    [
+        ("grid: [1", "YAML"),
+        ("notebook: x\nkind: y\n", "kind"),
+        ("notebook: nowhere\n", "nowhere"),
+        ('notebook: "01"\nparameters: {seed: 1}\ngrid: {seed: [2]}\n', "seed"),
+        ("notebook: 01\ngrid:\n  seed: [0]\n  k_max: [8]\n  seed: [1]\n", "'seed' .*line 5"),
+        ("notebook: 01\ngrid: &all\n  seed: *all\n", "'all'"),
+        ('notebook: "01"\ngrid: {sead: [2]}\n', "sead"),
+        ('notebook: "01"\ngrid: {seed: []}\n', "0 runs"),
+        (f'notebook: "01"\ngrid: {{seed: {[0] * 101}, k_max: {[1] * 100}}}\n', "10100 runs"),
+    ],
+)
 def test_an_invalid_batch_is_refused_before_anything_runs(tmp_path, text, value):
     file = tmp_path / "batch.yaml"
     file.write_text(text)

@@ -45,8 +45,15 @@ def serve(kind: str = "NONE") -> Method:
     server = upstream.Server(params)
 
     def complete(ids: list[int]) -> list[int]:
-        settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False, "return_tokens": True}
-        return server.handle_completions({"prompt": ids, "verbose": True} | settings)["__verbose"]["tokens"]
+        settings = {
+            "n_predict": TOKENS,
+            "temperature": 0.0,
+            "cache_prompt": False,
+            "return_tokens": True,
+        }
+        return server.handle_completions({"prompt": ids, "verbose": True} | settings)["__verbose"][
+            "tokens"
+        ]
 
     return complete
 
@@ -56,25 +63,37 @@ def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.Da
     over_plain = tabulate_speeds(runs, baseline=pairs["plain"][0]).set_index("method")
     rows = []
     for kind, (theirs, ours) in pairs.items():
-        ratio = tabulate_speeds([run for run in runs if run.method in (theirs, ours)], baseline=theirs)
+        ratio = tabulate_speeds(
+            [run for run in runs if run.method in (theirs, ours)], baseline=theirs
+        )
         row = ratio.set_index("method").loc[ours]
-        rows.append({
-            "kind": kind, "upstream": over_plain.loc[theirs, "tokens_per_s"], "ours": row["tokens_per_s"],
-            "upstream_gain": over_plain.loc[theirs, "speedup"], "our_gain": over_plain.loc[ours, "speedup"],
-            **row[["speedup", "low", "high", "identical", "n_prompts"]],
-        })  # fmt: skip
+        rows.append(
+            {
+                "kind": kind,
+                "upstream": over_plain.loc[theirs, "tokens_per_s"],
+                "ours": row["tokens_per_s"],
+                "upstream_gain": over_plain.loc[theirs, "speedup"],
+                "our_gain": over_plain.loc[ours, "speedup"],
+                **row[["speedup", "low", "high", "identical", "n_prompts"]],
+            }
+        )
     return pd.DataFrame(rows)
 
 
 def main() -> None:
     target = load(TARGET, n_ctx=N_CTX)
-    draft, ours = load_drafter(DRAFT, target).drafter, partial(generate, target, max_new_tokens=TOKENS)
+    draft, ours = (
+        load_drafter(DRAFT, target).drafter,
+        partial(generate, target, max_new_tokens=TOKENS),
+    )
     methods = {
-        "upstream plain": serve(), "plain": ours,
-        "upstream draft": serve("DRAFT_SIMPLE"), "draft": partial(ours, drafter=draft, k=K),
+        "upstream plain": serve(),
+        "plain": ours,
+        "upstream draft": serve("DRAFT_SIMPLE"),
+        "draft": partial(ours, drafter=draft, k=K),
         "upstream copying": serve("NGRAM_SIMPLE"),
         "copying": partial(ours, drafter=LookupDrafter(n_max=MATCH, n_min=MATCH), k=K),
-    }  # fmt: skip
+    }
     pairs = {kind: (f"upstream {kind}", kind) for kind in ("plain", "draft", "copying")}
     chosen = {content: prompts(content, limit=EACH) for content in CONTENTS}
     tables = []
@@ -82,7 +101,13 @@ def main() -> None:
         runs = list(interleaved(methods, [prompt_ids(target, prompt) for prompt in of]))
         tables.append(compare_pairs(runs, pairs).assign(content=content))
         print(f"{content}\n{tables[-1].round(3).to_string(index=False)}\n", flush=True)
-    settings = {"target": TARGET, "draft": DRAFT, "k": K, "match": MATCH, "upstream": upstream.BUILD_INFO}
+    settings = {
+        "target": TARGET,
+        "draft": DRAFT,
+        "k": K,
+        "match": MATCH,
+        "upstream": upstream.BUILD_INFO,
+    }
     every = [prompt for of in chosen.values() for prompt in of]
     write_record(RECORD, settings | {"rows": pd.concat(tables).to_dict("records")}, every)
 

@@ -44,7 +44,9 @@ def theirs(pipeline: openvino_genai.LLMPipeline, tokens: int, k: int, ids: list[
     if k:
         config.num_assistant_tokens, config.max_ngram_size = k, 3
     given = openvino.Tensor(np.array([ids], dtype=np.int64))
-    result = pipeline.generate(openvino_genai.TokenizedInputs(given, openvino.Tensor(np.ones_like(given.data))), config)
+    result = pipeline.generate(
+        openvino_genai.TokenizedInputs(given, openvino.Tensor(np.ones_like(given.data))), config
+    )
     metrics, ids = result.perf_metrics, tuple(result.tokens[0])
     seconds = (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1e3
     return Run(ids, len(ids) - 1, seconds)
@@ -56,7 +58,9 @@ def ours(target: object, tokens: int, drafter: object, k: int, ids: list[int]) -
     return Run(done.token_ids, done.n_decoded, done.decode_s)
 
 
-def in_turn(methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence[list[int]]) -> dict[str, list[Run]]:
+def in_turn(
+    methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence[list[int]]
+) -> dict[str, list[Run]]:
     """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
     for run in methods.values():
         run(prompts[0])
@@ -68,7 +72,9 @@ def in_turn(methods: Mapping[str, Callable[[list[int]], Run]], prompts: Sequence
 
 def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, object]]:
     """Return a row per method: its rate, and the ratio to OpenVINO's plain or fastest lookup."""
-    pairs = {name: np.array([(run.n_decoded, run.decode_s) for run in of]) for name, of in runs.items()}
+    pairs = {
+        name: np.array([(run.n_decoded, run.decode_s) for run in of]) for name, of in runs.items()
+    }
     fastest = max((f"openvino lookup K={k}" for k in KS), key=lambda name: rate(pairs[name]))
     rows = []
     for name, of in runs.items():
@@ -76,7 +82,12 @@ def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, ob
         value = interval(np.hstack([pairs[name], pairs[against]]), rate_ratio)
         texts = runs[f"{name.split()[0]} plain"]
         same = sum(a.token_ids == b.token_ids for a, b in zip(of, texts, strict=True))
-        row = {"content": content, "method": name, "tokens_per_s": rate(pairs[name]), "over": against}
+        row = {
+            "content": content,
+            "method": name,
+            "tokens_per_s": rate(pairs[name]),
+            "over": against,
+        }
         row |= {"ratio": value.value, "low": value.low, "high": value.high}
         rows.append(row | {"identical": same, "n_prompts": len(of)})
     return rows
@@ -90,7 +101,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=80)
     given = parser.parse_args()
 
-    facts = {"model": given.file.name, "tokens": given.tokens, "openvino_genai": openvino_genai.__version__}
+    facts = {
+        "model": given.file.name,
+        "tokens": given.tokens,
+        "openvino_genai": openvino_genai.__version__,
+    }
     plain_pipeline = openvino_genai.LLMPipeline(str(given.file), "CPU")
     lookup_pipeline = openvino_genai.LLMPipeline(str(given.file), "CPU", prompt_lookup=True)
     with closing(load(f"{given.file}?backend=hf&dtype=int4")) as target:
@@ -103,9 +118,15 @@ def main() -> None:
             methods[f"openvino lookup K={k}"] = partial(theirs, lookup_pipeline, given.tokens, k)
             methods[f"ours lookup K={k}"] = partial(ours, target, given.tokens, drafter, k)
         for content in given.contents:
-            prompts = [list(prompt_ids(target, prompt)) for prompt in chosen_prompts(content, given.prompts)]
+            prompts = [
+                list(prompt_ids(target, prompt))
+                for prompt in chosen_prompts(content, given.prompts)
+            ]
             rows = [facts | row for row in speed_rows(in_turn(methods, prompts), content)]
-            print(pd.DataFrame(rows).drop(columns=[*facts]).round(2).to_string(index=False), flush=True)
+            print(
+                pd.DataFrame(rows).drop(columns=[*facts]).round(2).to_string(index=False),
+                flush=True,
+            )
             add_rows(given.out, {"rows": rows})
 
 

@@ -29,7 +29,9 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     """Return functions from a prompt to our Generation or transformers' token ids, by name."""
     gguf = zoo_file("smollm2-135m")
     model = load(f"smollm2-135m?backend=hf&dtype={dtype}")
-    other = AutoModelForCausalLM.from_pretrained(dequantize_once(gguf), dtype=getattr(torch, dtype)).eval()
+    other = AutoModelForCausalLM.from_pretrained(
+        dequantize_once(gguf), dtype=getattr(torch, dtype)
+    ).eval()
     other.generation_config.eos_token_id = sorted(model.vocab.eog)
     drafter = LookupDrafter()
 
@@ -43,18 +45,26 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     return {
         PLAIN: foreign,
         "specnb plain": lambda p: generate(model, p, max_new_tokens=TOKENS),
-        f"transformers prompt_lookup_num_tokens={K}": lambda p: foreign(p, prompt_lookup_num_tokens=K),
-        f"specnb lookup k={K}": lambda p: generate(model, p, drafter=drafter, k=K, max_new_tokens=TOKENS),
+        f"transformers prompt_lookup_num_tokens={K}": lambda p: foreign(
+            p, prompt_lookup_num_tokens=K
+        ),
+        f"specnb lookup k={K}": lambda p: generate(
+            model, p, drafter=drafter, k=K, max_new_tokens=TOKENS
+        ),
     }
 
 
 def main() -> None:
     parser = arguments(__doc__, __file__)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--limit", type=int, help="prompts a category, of code, edit and prose [all]")
+    parser.add_argument(
+        "--limit", type=int, help="prompts a category, of code, edit and prose [all]"
+    )
     given = parser.parse_args()
 
-    chosen = [p for category in ("code", "edit", "prose") for p in prompts(category, limit=given.limit)]
+    chosen = [
+        p for category in ("code", "edit", "prose") for p in prompts(category, limit=given.limit)
+    ]
     every = methods(given.dtype)
     lookups = {name: run for name, run in every.items() if "lookup" in name}
     frames = {"all": compare(every, chosen, baseline=PLAIN)}
@@ -62,11 +72,19 @@ def main() -> None:
     texts = {(run.method, run.prompt): run.token_ids for run in runs}
     same = [run for run in runs if len({texts[name, run.prompt] for name in lookups}) == 1]
     if same:
-        frames["where both lookups write the same text"] = tabulate_speeds(same, baseline=next(iter(lookups)))
+        frames["where both lookups write the same text"] = tabulate_speeds(
+            same, baseline=next(iter(lookups))
+        )
     for name, frame in frames.items():
-        print(f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n")
+        print(
+            f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n"
+        )
     tables = {name: frame.to_dict("records") for name, frame in frames.items()}
-    out = given.out if given.dtype == "float32" else given.out.with_stem(f"{given.out.stem}_{given.dtype}")
+    out = (
+        given.out
+        if given.dtype == "float32"
+        else given.out.with_stem(f"{given.out.stem}_{given.dtype}")
+    )
     write_record(out, {"dtype": given.dtype, "tables": tables}, chosen)
 
 

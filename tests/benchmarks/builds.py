@@ -44,19 +44,27 @@ def fingerprint(each: int, tokens: int, **changed: Any) -> dict[str, Any]:
     settings = {"k": K, "threads": THREADS} | changed
     chosen = [prompt for prompt in first_of_each(prompts(), each) if prompt.category in CONTENTS]
     with serve(**settings) as url, serve(**settings | {"k": 0}) as plain_url:
-        return servers.attach(ServerParams(server=url, plain=plain_url, max_new_tokens=tokens), chosen)
+        return servers.attach(
+            ServerParams(server=url, plain=plain_url, max_new_tokens=tokens), chosen
+        )
 
 
 def measure(out: Path, repeats: int, changes: bool, each: int, tokens: int) -> None:
     same = [fingerprint(each, tokens) for _ in range(repeats)]
-    changed = {name: fingerprint(each, tokens, **planted) for name, (_, planted) in CHANGES.items() if changes}
+    changed = {
+        name: fingerprint(each, tokens, **planted)
+        for name, (_, planted) in CHANGES.items()
+        if changes
+    }
     document = {"build": version("xllamacpp"), "same": same, "changed": changed}
     write_atomic(out, json.dumps(plain(document, nan=None)).encode())
 
 
 def compare(older: Path, newer: Path) -> None:
     old, new = read_json(older), read_json(newer)
-    pairs = [servers.compare_builds(a, b).verdict for a, b in itertools.combinations(new["same"], 2)]
+    pairs = [
+        servers.compare_builds(a, b).verdict for a, b in itertools.combinations(new["same"], 2)
+    ]
     planted = {
         name: {"planted": CHANGES[name][0], **servers.compare_builds(new["same"][0], run)._asdict()}
         for name, run in new["changed"].items()
@@ -74,7 +82,9 @@ def compare(older: Path, newer: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=["measure", "compare"])
     parser.add_argument("files", nargs="+", type=Path)
     parser.add_argument("--repeats", type=int, default=1, help="fingerprints without a change")
@@ -85,7 +95,9 @@ def main() -> None:
     if given.action == "compare":
         compare(*given.files)
     else:
-        measure(given.files[0], given.repeats, given.changes, given.prompts_per_content, given.tokens)
+        measure(
+            given.files[0], given.repeats, given.changes, given.prompts_per_content, given.tokens
+        )
 
 
 if __name__ == "__main__":

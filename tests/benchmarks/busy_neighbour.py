@@ -19,12 +19,16 @@ from specnb.measure.intervals import interval, rate_ratio
 from specnb.prompts import prompts
 from tests.benchmarks.record import arguments, write_record
 
-SPIN = f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
+SPIN = (
+    f"import os\nwhile os.getppid() == {os.getpid()}: sum(range(10**6))"  # ends with this process
+)
 TARGETS = ("smollm2-135m", "smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=bfloat16")
 DRAFTERS = {"plain": None, "lookup": "lookup"}
 
 
-def speeds(target: LanguageModel, n_busy: int, n_prompts: int) -> dict[str, list[tuple[float, ...]]]:
+def speeds(
+    target: LanguageModel, n_busy: int, n_prompts: int
+) -> dict[str, list[tuple[float, ...]]]:
     """Return for each drafter a row per prompt: (tokens, seconds) next to `n_busy` processes, then without them."""
     rows = {name: [] for name in DRAFTERS}
     for at, prompt in enumerate(prompts("edit", limit=n_prompts)):
@@ -39,7 +43,10 @@ def speeds(target: LanguageModel, n_busy: int, n_prompts: int) -> dict[str, list
                 done = generate(target, prompt, **options)
                 took[name, n] = (done.n_decoded, done.decode_s)
                 seen = neighbours.during(target.caps, [done])
-                print(f"{prompt.id}, {n} busy, {name}: {done.tokens_per_s:.1f} tokens/s, {seen}", flush=True)
+                print(
+                    f"{prompt.id}, {n} busy, {name}: {done.tokens_per_s:.1f} tokens/s, {seen}",
+                    flush=True,
+                )
             for process in running:
                 process.kill()
                 process.wait()
@@ -61,12 +68,21 @@ def main() -> None:
         for drafter, rows in speeds(target, given.neighbours, given.prompts).items():
             ratio = interval(rows, rate_ratio)
             free = sum(row[2] for row in rows) / sum(row[3] for row in rows)
-            table.append({
-                "target": name, "drafter": drafter, "free_tokens_per_s": free, "ratio": ratio.value,
-                "low": ratio.low, "high": ratio.high, "n_prompts": len(rows),
-                "threads_change": target.caps.details.get("threads_change", "no"),
-            })  # fmt: skip
-            print(f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) of {free:.1f} tokens/s")
+            table.append(
+                {
+                    "target": name,
+                    "drafter": drafter,
+                    "free_tokens_per_s": free,
+                    "ratio": ratio.value,
+                    "low": ratio.low,
+                    "high": ratio.high,
+                    "n_prompts": len(rows),
+                    "threads_change": target.caps.details.get("threads_change", "no"),
+                }
+            )
+            print(
+                f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) of {free:.1f} tokens/s"
+            )
         target.close()
     write_record(given.out, {"neighbours": given.neighbours, "rows": table})
 

@@ -53,7 +53,11 @@ def rows_of(target: str, types: list[str], repeats: int) -> list[dict[str, objec
     for label, model in models.items():
         ms = {n: median(taken[label, n]) for n in WIDTHS}
         over = {f"T({n})": ms[n] / plain_ms for n in WIDTHS}
-        facts = {"ms": ms[1], "T(4)/T(1)": ms[4] / ms[1], "same_bits_up_to": model.caps.same_bits_up_to}
+        facts = {
+            "ms": ms[1],
+            "T(4)/T(1)": ms[4] / ms[1],
+            "same_bits_up_to": model.caps.same_bits_up_to,
+        }
         rows.append({"target": Path(target).name, "engine": label, **over, **facts})
         model.close()
     return rows

@@ -31,8 +31,12 @@ def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
     long = [ids for ids in texts if len(ids) == WINDOW]
     wanted = -(-n_tokens // WINDOW)
     if wanted > len(long):
-        raise SystemExit(f"the held-out text has {len(long)} passages of {WINDOW} tokens, {wanted} are asked for")
-    return long[:: len(long) // wanted][:wanted]  # both code and prose, which follow each other in the file
+        raise SystemExit(
+            f"the held-out text has {len(long)} passages of {WINDOW} tokens, {wanted} are asked for"
+        )
+    return long[:: len(long) // wanted][
+        :wanted
+    ]  # both code and prose, which follow each other in the file
 
 
 def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:
@@ -71,10 +75,16 @@ def main() -> None:
                 for reference, ids in zip(references, texts, strict=True)
             ]
         kl, agree = (np.concatenate(parts) for parts in zip(*pairs, strict=True))
-        rows.append({
-            "target": Path(given.target).name, "engine": engine, "tokens": len(kl), "kl_mean": kl.mean(),
-            "kl_median": np.median(kl), "same_top_token": agree.mean(),
-        })  # fmt: skip
+        rows.append(
+            {
+                "target": Path(given.target).name,
+                "engine": engine,
+                "tokens": len(kl),
+                "kl_mean": kl.mean(),
+                "kl_median": np.median(kl),
+                "same_top_token": agree.mean(),
+            }
+        )
         print(pd.DataFrame(rows[-1:]).to_string(index=False, header=len(rows) == 1), flush=True)
     add_rows(given.out, {"rows": rows})
 

@@ -39,7 +39,9 @@ def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
         yield ids
 
 
-def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: int) -> Iterator[dict[str, Any]]:
+def fork_rows(
+    model: LanguageModel, draft: LanguageModel, heads: str, tokens: int
+) -> Iterator[dict[str, Any]]:
     """Compare speculative texts with plain ones; `fork`: index of the first different token."""
     drafters, done = [LookupDrafter(), ModelDrafter(draft)], 0
     if heads:
@@ -51,12 +53,24 @@ def fork_rows(model: LanguageModel, draft: LanguageModel, heads: str, tokens: in
             k = 1 + (2 * i + j) % WIDEST_K
             text = generate(model, ids, drafter=drafter, k=k, **settings)
             fork = next(
-                (n for n, pair in enumerate(zip(expected, text.token_ids, strict=True)) if len({*pair}) > 1), None
+                (
+                    n
+                    for n, pair in enumerate(zip(expected, text.token_ids, strict=True))
+                    if len({*pair}) > 1
+                ),
+                None,
             )
             shape = "tree" if drafter.tree_nodes else "chain"
-            yield {"drafter": drafter.name, "shape": shape, "k": k, "context": len(ids),
-                   "tokens": len(expected), "fork": fork, "tau": text.tau,
-                   "certified": k < model.caps.same_bits_up_to}  # fmt: skip
+            yield {
+                "drafter": drafter.name,
+                "shape": shape,
+                "k": k,
+                "context": len(ids),
+                "tokens": len(expected),
+                "fork": fork,
+                "tau": text.tau,
+                "certified": k < model.caps.same_bits_up_to,
+            }
             done += len(expected)
             if done >= tokens:
                 return
@@ -66,9 +80,13 @@ def main() -> None:
     parser = arguments(__doc__, __file__)
     parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
     parser.add_argument("--draft", default="smollm2-135m:q4_0")
-    parser.add_argument("--heads", default="", help="trained heads that draft, too: hydra or medusa")
+    parser.add_argument(
+        "--heads", default="", help="trained heads that draft, too: hydra or medusa"
+    )
     parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument("--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2])
+    parser.add_argument(
+        "--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2]
+    )
     given = parser.parse_args()
 
     runs = []
@@ -81,7 +99,10 @@ def main() -> None:
                     certificate = model.caps.certificate
                 for promised in (True, False):
                     of = [row for row in rows if row["certified"] is promised]
-                    forks, kind = sum(row["fork"] is not None for row in of), "certified" if promised else "other"
+                    forks, kind = (
+                        sum(row["fork"] is not None for row in of),
+                        "certified" if promised else "other",
+                    )
                     counted = f"{forks} forks in {len(of)} {kind} texts of {sum(row['tokens'] for row in of)} tokens"
                     print(f"{model.name}: {counted}" + f"; {certificate}" * promised, flush=True)
     add_rows(given.out, {"runs": runs})

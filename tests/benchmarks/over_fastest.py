@@ -65,12 +65,16 @@ def main() -> None:
     parser = arguments(__doc__, __file__)
     parser.add_argument("--target", default="smollm2-135m")
     parser.add_argument("--draft", default="")
-    parser.add_argument("--plan", nargs="+", default=PLAN, help="content=drafter:K,…; DRAFT is the draft model")
+    parser.add_argument(
+        "--plan", nargs="+", default=PLAN, help="content=drafter:K,…; DRAFT is the draft model"
+    )
     parser.add_argument("--prompts", type=int, default=15, help="prompts of each content")
     parser.add_argument("--tokens", type=int, default=128)
     given = parser.parse_args()
 
-    plan = {content: specs.split(",") for content, specs in (part.split("=", 1) for part in given.plan)}
+    plan = {
+        content: specs.split(",") for content, specs in (part.split("=", 1) for part in given.plan)
+    }
     rows, pooled, used = [], [], []
     with (
         closing(load(f"{given.target}?exact=false")) as llama,
@@ -82,7 +86,9 @@ def main() -> None:
         def opened(spec: str) -> Drafter:
             name, _, k = spec.partition(":")
             options = {"tree": "auto"} if k == "tree" else {}
-            return load_drafter(given.draft if name == "DRAFT" else name, target, strict=True, **options).drafter
+            return load_drafter(
+                given.draft if name == "DRAFT" else name, target, strict=True, **options
+            ).drafter
 
         def drafting(spec: str) -> Method:
             k = spec.partition(":")[2]
@@ -94,17 +100,27 @@ def main() -> None:
             chosen = chosen_prompts(content, given.prompts)
             runs = list(interleaved(methods, chosen))
             used += chosen
-            pooled += [r._replace(prompt=(content, r.prompt)) for r in runs if r.method in (LLAMA, TORCH, "auto")]
+            pooled += [
+                r._replace(prompt=(content, r.prompt))
+                for r in runs
+                if r.method in (LLAMA, TORCH, "auto")
+            ]
             rows += speed_rows(runs, content)
             print(pd.DataFrame(rows[-len(methods) :]).round(2).to_string(index=False), flush=True)
         if plan.keys() == set(CATEGORIES) and all("auto" in specs for specs in plan.values()):
             rows += speed_rows(pooled, "all")
             print(pd.DataFrame(rows[-3:]).round(2).to_string(index=False), flush=True)
-        curve, c = verify_costs(target, [opened(spec) for specs in plan.values() for spec in specs], 8)
+        curve, c = verify_costs(
+            target, [opened(spec) for specs in plan.values() for spec in specs], 8
+        )
     ratios = {str(n): curve.ratio(n) for n in curve.widths}
     print("T(n)/T(1)", {n: round(ratio, 2) for n, ratio in ratios.items()}, "c", c)
     name = {"target": Path(given.target).name}
-    costs = {"T(n)/T(1)": ratios, "T(1) s": curve.seconds(1), "c": {Path(of).name: cost for of, cost in c.items()}}
+    costs = {
+        "T(n)/T(1)": ratios,
+        "T(1) s": curve.seconds(1),
+        "c": {Path(of).name: cost for of, cost in c.items()},
+    }
     add_rows(given.out, {"rows": [name | row for row in rows], "costs": [name | costs]}, used)
 
 

@@ -27,8 +27,15 @@ def time_quants(target_type: str, draft_type: str) -> list[dict[str, object]]:
     with open_pair(names[0], names[1], strict=True) as (target, drafter, _):
         (pair,) = time_pairs(target, [drafter], chosen, ks=KS, max_new_tokens=N_TOKENS)
     curve = pair.verify_curve
-    facts = {"target": target_type, "draft": draft_type, "target_bytes": sizes[0], "draft_bytes": sizes[1],
-             "step_ms": 1e3 * curve.seconds(1), "c": pair.c, "at5": curve.ratio(5)}  # fmt: skip
+    facts = {
+        "target": target_type,
+        "draft": draft_type,
+        "target_bytes": sizes[0],
+        "draft_bytes": sizes[1],
+        "step_ms": 1e3 * curve.seconds(1),
+        "c": pair.c,
+        "at5": curve.ratio(5),
+    }
     rows = pair.table[pair.table["method"].str.match("plain|K =")].to_dict("records")
     return [facts | row for row in rows]
 
@@ -37,7 +44,13 @@ def main() -> None:
     rows = [row for pair in PAIRS for row in time_quants(*pair)]
     for row in rows:
         ends = f"{row['speedup']:.2f} of plain here"
-        print(row["target"], row["draft"], f"c {row['c']:.2f} T(5)/T(1) {row['at5']:.2f}", row["method"], ends)
+        print(
+            row["target"],
+            row["draft"],
+            f"c {row['c']:.2f} T(5)/T(1) {row['at5']:.2f}",
+            row["method"],
+            ends,
+        )
     write_record(RECORD, {"rows": rows})
 
 

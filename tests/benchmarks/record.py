@@ -24,7 +24,9 @@ def arguments(description: str, script: str) -> ArgumentParser:
     """Return a parser with `--out`, the JSON record to write, by default the one next to the script."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     record = Path(script).with_suffix(".json")
-    parser.add_argument("--out", type=Path, default=record, help="the JSON record to write [%(default)s]")
+    parser.add_argument(
+        "--out", type=Path, default=record, help="the JSON record to write [%(default)s]"
+    )
     return parser
 
 
@@ -44,7 +46,9 @@ def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = (
     document = read_json(path) if path.is_file() else {"provenance": {}}
     for name, rows in lists.items():
         every = [*document.get(name, ()), *(row | cpu for row in rows)]
-        document[name] = list({tuple(row.get(field) for field in KEY): row for row in every}.values())
+        document[name] = list(
+            {tuple(row.get(field) for field in KEY): row for row in every}.values()
+        )
     document["provenance"][" ".join(cpu.values())] = _facts(chosen)
     _write(path, document)
 

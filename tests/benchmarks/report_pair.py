@@ -33,25 +33,47 @@ RECORD = project_dir() / "data" / "report" / "small.json"
 def measure(target: str, draft: str) -> pd.DataFrame:
     """Sweep a pair as notebook 01 does; return a row per K (0: plain, in the same engine)."""
     params = KSweepParams.checked(
-        target=target, backend="", dtype="", drafter=draft, replayed=[], ks=[*KS], k_max=max(KS), temperatures=[0.0],
-        categories=["code"], prompts_per_category=N_PROMPTS, pack_prompts=0, live_prompts=N_PROMPTS,
-        max_new_tokens=N_TOKENS, conversations=0, contexts=[],
-    )  # fmt: skip
+        target=target,
+        backend="",
+        dtype="",
+        drafter=draft,
+        replayed=[],
+        ks=[*KS],
+        k_max=max(KS),
+        temperatures=[0.0],
+        categories=["code"],
+        prompts_per_category=N_PROMPTS,
+        pack_prompts=0,
+        live_prompts=N_PROMPTS,
+        max_new_tokens=N_TOKENS,
+        conversations=0,
+        contexts=[],
+    )
     with ProgressBar() as progress:
         record = ksweep.run(params, progress=progress)
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     live, replayed = (
-        table[table["category"] == "code"].set_index("k") for table in (tables.k_sweep(record), tables.replayed(record))
+        table[table["category"] == "code"].set_index("k")
+        for table in (tables.k_sweep(record), tables.replayed(record))
     )
-    rows = live[["tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "identical", "n_prompts"]]
+    rows = live[
+        ["tokens_per_s", "drafted", "accepted", "acceptance_rate", "tau", "identical", "n_prompts"]
+    ]
     for name, table in (("speedup", live), ("predicted", replayed)):
         ends = table[["speedup", "low", "high"]]
         rows = rows.join(ends.set_axis([name, f"{name}_low", f"{name}_high"], axis=1))
     loops = pd.Series([g.k for g in record.generations if g.loops]).value_counts()
-    return rows.join(replayed["tau"].rename("tau_replayed")).assign(
-        loops=loops.reindex(rows.index, fill_value=0), c=record.measurements["c"], busy=tables.busy(record),
-        widths=[curve.widths] * len(rows), t_ms=[[1e3 * s for s in curve.median_s]] * len(rows),
-    ).reset_index()  # fmt: skip
+    return (
+        rows.join(replayed["tau"].rename("tau_replayed"))
+        .assign(
+            loops=loops.reindex(rows.index, fill_value=0),
+            c=record.measurements["c"],
+            busy=tables.busy(record),
+            widths=[curve.widths] * len(rows),
+            t_ms=[[1e3 * s for s in curve.median_s]] * len(rows),
+        )
+        .reset_index()
+    )
 
 
 def main() -> None:

@@ -62,7 +62,10 @@ def serve(
     params.fit_params = params.cache_prompt = False
     drafting = params.speculative
     drafting.types = [
-        getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{'DRAFT_SIMPLE' if k else 'NONE'}")
+        getattr(
+            upstream.common_speculative_type,
+            f"COMMON_SPECULATIVE_TYPE_{'DRAFT_SIMPLE' if k else 'NONE'}",
+        )
     ]
     drafting.draft.n_max = k
     drafting.draft.n_min = 0
@@ -78,7 +81,9 @@ def serve(
 
 def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
     """Return tau and speed, measured and computed from K = 8, per content, temperature and K."""
-    runs = pd.concat([pd.DataFrame(document["runs"]).assign(k=k) for k, document in documents.items()])
+    runs = pd.concat(
+        [pd.DataFrame(document["runs"]).assign(k=k) for k, document in documents.items()]
+    )
     runs.loc[runs["way"] == servers.PLAIN, "k"] = 0
     step_s, token_s = servers.fit_times(pd.DataFrame(documents[K]["runs"]))
     cost = Cost.straight("server", 1 + 7 * token_s / step_s)
@@ -92,10 +97,22 @@ def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
             passes = live["n_tokens"] - live["accepted"]
             tau = interval(np.stack([live["n_tokens"], passes], 1), rate)
             both = live.join(base, rsuffix="_plain")
-            speed = interval(both[["n_tokens", "seconds", "n_tokens_plain", "seconds_plain"]], rate_ratio)
+            speed = interval(
+                both[["n_tokens", "seconds", "n_tokens_plain", "seconds_plain"]], rate_ratio
+            )
             computed = swept.loc[k, ["tau", "tau_low", "tau_high", "speedup"]]
-            rows.append({"content": content, "temperature": temperature, "k": k, "measured": tau.value, "low": tau.low,
-                         "high": tau.high, **computed, "measured_speedup": speed.value})  # fmt: skip
+            rows.append(
+                {
+                    "content": content,
+                    "temperature": temperature,
+                    "k": k,
+                    "measured": tau.value,
+                    "low": tau.low,
+                    "high": tau.high,
+                    **computed,
+                    "measured_speedup": speed.value,
+                }
+            )
     return pd.DataFrame(rows)
 
 
@@ -116,8 +133,15 @@ def main(each: int, tokens: int, threads: int) -> None:
     for content, rows in table[table["temperature"] == 0].groupby("content"):
         best = rows.loc[rows["speedup"].idxmax()]
         loss = 1 - best["measured_speedup"] / rows["measured_speedup"].max()
-        print(f"{content}: best K computed {best['k']}, {100 * loss:.1f} % slower than the best measured")
-    document = {"target": TARGET, "draft": DRAFT, "upstream": upstream.BUILD_INFO, "rows": table.to_dict("records")}
+        print(
+            f"{content}: best K computed {best['k']}, {100 * loss:.1f} % slower than the best measured"
+        )
+    document = {
+        "target": TARGET,
+        "draft": DRAFT,
+        "upstream": upstream.BUILD_INFO,
+        "rows": table.to_dict("records"),
+    }
     write_atomic(RECORD, json.dumps(plain(document, nan=None), indent=1).encode())
 
 

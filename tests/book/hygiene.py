@@ -52,7 +52,9 @@ def normalise(path: Path) -> None:
     for cell in nb.cells:
         for key in CELL_LEFTOVERS:
             cell.metadata.pop(key, None)
-        CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)  # also drops what progress bars overwrote
+        CoalesceStreamsPreprocessor().preprocess_cell(
+            cell, {}, 0
+        )  # also drops what progress bars overwrote
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]  # papermill adds an empty list to every cell
         if UNCHECKED in _tags(cell):
@@ -65,14 +67,18 @@ def normalise(path: Path) -> None:
 
 def _notebook(path: Path, nb: NotebookNode) -> Iterator[str]:
     data = [output.get("data", {}) for cell in nb.cells for output in cell.get("outputs", [])]
-    pictures = sum(len(text) for texts in data for kind, text in texts.items() if kind.startswith("image/"))
+    pictures = sum(
+        len(text) for texts in data for kind, text in texts.items() if kind.startswith("image/")
+    )
     large = path.stat().st_size - pictures > MAX_BYTES or pictures > MAX_PICTURE_BYTES
     if nb.nbformat_minor != 5 or large or len(nb.cells) > MAX_CELLS:
         limits = f"{MAX_BYTES} bytes, {MAX_PICTURE_BYTES} of pictures or {MAX_CELLS} cells"
         yield f"is not of nbformat 4.5, or has more than {limits}"
     if (name := nb.metadata.kernelspec.name) != "python3":
         yield f"kernelspec is {name!r}, must be 'python3': other names exist on one machine only"
-    left = LEFTOVERS & set(nb.metadata) | {key for cell in nb.cells for key in CELL_LEFTOVERS & set(cell.metadata)}
+    left = LEFTOVERS & set(nb.metadata) | {
+        key for cell in nb.cells for key in CELL_LEFTOVERS & set(cell.metadata)
+    }
     left |= {"version"} & set(nb.metadata.get("language_info", {}))
     if left:
         yield f"metadata {sorted(left)} are left over: normalise the notebook"

@@ -41,13 +41,17 @@ def table(figure: str) -> pd.DataFrame:
 def trace() -> pd.DataFrame:
     """Return the best greedy K of each drafter, content and machine in the shipped trace."""
     _, recorded, curve, c, _ = explorer.stored(explorer.SHIPPED)
-    return tables.best_k(explorer.sweep_k(explorer.Tables(recorded), curve, c).query("temperature == 0"))
+    return tables.best_k(
+        explorer.sweep_k(explorer.Tables(recorded), curve, c).query("temperature == 0")
+    )
 
 
 def rows(frame: pd.DataFrame, **where: Any) -> pd.DataFrame:
     """Return the rows that have these values; a string matches as a prefix."""
     for name, wanted in where.items():
-        frame = frame[frame[name].str.startswith(wanted) if isinstance(wanted, str) else frame[name] == wanted]
+        frame = frame[
+            frame[name].str.startswith(wanted) if isinstance(wanted, str) else frame[name] == wanted
+        ]
     return frame
 
 
@@ -67,13 +71,17 @@ def record_of(notebook: str) -> RunRecord:
 
     Its generations have no rounds, so counts of rounds and draft tokens are 0.
     """
-    records = (read_json(path) for path in (FIGURES / "records").glob("*.json") if path.stem != SHIPPED_RUN)
+    records = (
+        read_json(path) for path in (FIGURES / "records").glob("*.json") if path.stem != SHIPPED_RUN
+    )
     (record,) = (record for record in records if record["experiment"] == notebook)
     generations = [
         Generation.model_construct(**each | {"rounds": (), "token_ids": tuple(each["token_ids"])})
         for each in record["generations"]
     ]
-    return RunRecord.model_validate(record | {"generations": []}).model_copy(update={"generations": generations})
+    return RunRecord.model_validate(record | {"generations": []}).model_copy(
+        update={"generations": generations}
+    )
 
 
 def box(notebook: str) -> str:
@@ -85,7 +93,11 @@ def box(notebook: str) -> str:
     environment = Environment(undefined=StrictUndefined)
     modules = {"adaptive": adaptive_k, "league": league, "report": report, "tables": tables}
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
-    environment.filters |= {"ends": ends, "fixed": "{:.{}f}".format, "percent": lambda share: f"{100 * share:.0f}"}
+    environment.filters |= {
+        "ends": ends,
+        "fixed": "{:.{}f}".format,
+        "percent": lambda share: f"{100 * share:.0f}",
+    }
     template = environment.from_string(" ".join(BOXES[notebook].split()))
     return f"{START} {template.render(record=record, cpu=cpu, dtype=dtype).strip()}"
 
@@ -97,9 +109,15 @@ def store(notebook: str) -> None:
     nb, outputs = nbformat.read(path, 4), {cell.id: cell for cell in ran.cells}
     for cell in nb.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = outputs[cell.id].outputs, outputs[cell.id].execution_count
+            cell.outputs, cell.execution_count = (
+                outputs[cell.id].outputs,
+                outputs[cell.id].execution_count,
+            )
         elif notebook in BOXES:
-            lines = [box(notebook) if line.startswith(START) else line for line in cell.source.splitlines()]
+            lines = [
+                box(notebook) if line.startswith(START) else line
+                for line in cell.source.splitlines()
+            ]
             cell.source = "\n".join(lines)
     write_atomic(path, nbformat.writes(nb).encode())
     normalise(path)

@@ -38,8 +38,12 @@ def test_a_verdict_depends_on_the_position_of_the_interval(claimed, ends, n):
     inside = claimed[0] <= ends[0] and ends[1] <= claimed[1]
     outside = ends[1] < claimed[0] or claimed[1] < ends[0]
     expected = "explained" if inside else "corrected" if outside else "undecided"
-    assert claim.verdict(Estimate(sum(ends) / 2, *ends, n)) == (expected if n >= claim.needs else "undecided")
-    assert claim.verdict(claims.MISSING) == "undecided" and claim.verdict(None) == "not testable here"
+    assert claim.verdict(Estimate(sum(ends) / 2, *ends, n)) == (
+        expected if n >= claim.needs else "undecided"
+    )
+    assert (
+        claim.verdict(claims.MISSING) == "undecided" and claim.verdict(None) == "not testable here"
+    )
 
 
 def test_each_claim_states_its_data_or_a_conclusion_for_its_verdict():
@@ -55,7 +59,9 @@ def test_each_claim_states_its_data_or_a_conclusion_for_its_verdict():
 def record_of(notebook: str, **measured) -> RunRecord:
     """Return the stored record of a notebook without generations, with other measurements."""
     record = store.record_of(notebook)
-    return record.model_copy(update={"measurements": record.measurements | measured, "generations": []})
+    return record.model_copy(
+        update={"measurements": record.measurements | measured, "generations": []}
+    )
 
 
 def tables_of(record: RunRecord) -> dict:
@@ -65,7 +71,14 @@ def tables_of(record: RunRecord) -> dict:
             return {"worst": adaptive_k.worst(record)}
         case "04_ssm_rollback":
             own = pd.DataFrame(
-                {"acceptance_rate": 0.9, "tau": 4.5, "identical": 5, "n_prompts": 5, "speedup": 0.7}, [0]
+                {
+                    "acceptance_rate": 0.9,
+                    "tau": 4.5,
+                    "identical": 5,
+                    "n_prompts": 5,
+                    "speedup": 0.7,
+                },
+                [0],
             )
             refusal = "inconsistent sequence positions"
             return {"refusal": refusal, "own": own, "trees": pd.DataFrame({"max_error": [1e-8]})}
@@ -74,7 +87,10 @@ def tables_of(record: RunRecord) -> dict:
         case "09_explorer":
             _, trace, curve, c, _ = explorer.stored(explorer.SHIPPED)
             sweep = explorer.sweep_k(explorer.Tables(trace), curve, c)
-            return {"sweep": sweep, "best": tables.best_k(sweep.query("temperature == temperature.min()"))}
+            return {
+                "sweep": sweep,
+                "best": tables.best_k(sweep.query("temperature == temperature.min()")),
+            }
     return {}
 
 
@@ -98,11 +114,17 @@ def test_an_expression_with_an_unknown_name_is_an_error():
 
 def test_the_derived_values_are_stored_and_the_cure_depends_on_the_drafter():
     stored, exact = read_json(project_dir() / "data" / "claims.json"), (type(None), bool, dict)
-    values = {name: value if isinstance(value, exact) else pytest.approx(value) for name, value in derive().items()}
+    values = {
+        name: value if isinstance(value, exact) else pytest.approx(value)
+        for name, value in derive().items()
+    }
     assert values == stored, "run `python -m data.claims`"
     before, after = derive_cure(SameInputDrafter), derive_cure(ModelDrafter)
     for claim in claims_of("08_lossless")[1:3]:
-        assert [claim.verdict(values[claim.value]) for values in (before, after)] == ["corrected", "reproduced"]
+        assert [claim.verdict(values[claim.value]) for values in (before, after)] == [
+            "corrected",
+            "reproduced",
+        ]
 
 
 def test_too_little_data_or_a_planted_fault_leaves_a_claim_undecided():
@@ -117,8 +139,10 @@ def test_too_little_data_or_a_planted_fault_leaves_a_claim_undecided():
 
 
 FALSE_IS_DATA = {
-    ("03_compatibility", "cell-06"), ("03_compatibility", "cell-15"), ("09_explorer", "explorer-15"),
-}  # fmt: skip
+    ("03_compatibility", "cell-06"),
+    ("03_compatibility", "cell-15"),
+    ("09_explorer", "explorer-15"),
+}
 """Compared cells, by notebook and id, with tables in which False does not mean a failed check."""
 
 
@@ -129,7 +153,9 @@ def test_no_stored_check_failed_and_no_cell_contains_a_verdict(path):
     for cell in cells:
         assert not any(f'"{word}"' in cell.source for word in VERDICTS)
         texts = [output.get("text") or output.data.get("text/plain", "") for output in cell.outputs]
-        if UNCHECKED not in cell.metadata.get("tags", ()) and re.search(r"\bFalse\b|✗", "\n".join(texts)):
+        if UNCHECKED not in cell.metadata.get("tags", ()) and re.search(
+            r"\bFalse\b|✗", "\n".join(texts)
+        ):
             failed.add(cell.id)
     assert failed == {name for notebook, name in FALSE_IS_DATA if notebook == path.stem}
     if path.stem in CLAIMS:
@@ -138,5 +164,7 @@ def test_no_stored_check_failed_and_no_cell_contains_a_verdict(path):
 
 
 def test_an_estimate_of_few_prompts_has_no_interval():
-    row = pd.Series({"speedup": 1.25, "low": None, "high": None, "n_prompts": 3})  # as a record stores it
+    row = pd.Series(
+        {"speedup": 1.25, "low": None, "high": None, "n_prompts": 3}
+    )  # as a record stores it
     assert f"{claims.estimate(row):.2f}" == "1.25" and claims.estimate(row).n == 3

@@ -52,7 +52,9 @@ def last_source(outcome: NotebookOutcome) -> str:
 def printed(outcome: NotebookOutcome) -> list[str]:
     """Return the printed text of each cell that printed any."""
     cells = nbformat.read(outcome.output, 4).cells
-    texts = ["".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in cells]
+    texts = [
+        "".join(output.get("text", "") for output in cell.get("outputs", [])) for cell in cells
+    ]
     return [text.strip() for text in texts if text]
 
 
@@ -63,12 +65,21 @@ def test_a_run_writes_all_its_files_to_one_folder(run, tmp_path):
     async def cell() -> NotebookOutcome:
         facts = "[sys.executable, os.getcwd(), os.environ['SPECNB_RESULTS'], k, temperature, name]"
         slider = "from ipywidgets import IntSlider\nIntSlider(4)"
-        return run(f"import os, sys, json\nprint(json.dumps({facts}))", RECORD, slider, params=params)
+        return run(
+            f"import os, sys, json\nprint(json.dumps({facts}))", RECORD, slider, params=params
+        )
 
     outcome = asyncio.run(cell())  # a cell of a notebook runs inside an event loop
     folder = tmp_path / "r{x}" / "01_test" / store.run_id("01_test", params)
-    assert (outcome.status, outcome.output, outcome.params) == ("completed", str(folder / "notebook.ipynb"), params)
-    assert outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb") and stored(outcome) == outcome
+    assert (outcome.status, outcome.output, outcome.params) == (
+        "completed",
+        str(folder / "notebook.ipynb"),
+        params,
+    )
+    assert (
+        outcome.notebook_sha256 == digest(tmp_path / "b{k}" / "01_test.ipynb")
+        and stored(outcome) == outcome
+    )
     first, second = printed(outcome)
     # this interpreter, with the notebook's folder as the working directory
     here = [sys.executable, str(tmp_path / "b{k}"), str(tmp_path / "r{x}")]
@@ -84,15 +95,26 @@ def test_a_run_writes_all_its_files_to_one_folder(run, tmp_path):
     [
         ("raise ValueError('x' * 100_000)", "ValueError", {"params": {"k": 9}}),
         ("import ctypes\nctypes.string_at(0)", "DeadKernelError", {}),
-        pytest.param("import time\ntime.sleep(120)", "CellTimeoutError", {"timeout_s": 1}, marks=pytest.mark.slow),
+        pytest.param(
+            "import time\ntime.sleep(120)",
+            "CellTimeoutError",
+            {"timeout_s": 1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["error", "dead kernel", "timeout"],
 )
 def test_a_failed_run_reports_its_error_and_keeps_the_partial_notebook(run, code, kind, options):
     outcome = run("print('before', flush=True)", code, "print('after')", **options)
-    assert outcome.status == "failed" and outcome.error["kind"] == kind and stored(outcome) == outcome
+    assert (
+        outcome.status == "failed" and outcome.error["kind"] == kind and stored(outcome) == outcome
+    )
     assert outcome.error["cell"] == (2 if kind == "ValueError" else None), "counted in the source"
-    assert len(outcome.error["message"]) <= 2100 and outcome.duration_s < 60 and printed(outcome)[0] == "before"
+    assert (
+        len(outcome.error["message"]) <= 2100
+        and outcome.duration_s < 60
+        and printed(outcome)[0] == "before"
+    )
     if kind == "DeadKernelError":
         assert "specnb check" in outcome.error["message"]
         assert "Segmentation fault" in (Path(outcome.output).parent / "kernel.log").read_text()
@@ -107,9 +129,14 @@ def write_notebook(source: Path, output: Path, *_) -> None:
 
 
 def test_bad_input_is_refused_before_anything_is_written(run, tmp_path):
-    for name, params in {"01_test.ipynb": {"K": 4}, "my notes.ipynb": {}}.items():  # a folder name cannot have a space
+    for name, params in {
+        "01_test.ipynb": {"K": 4},
+        "my notes.ipynb": {},
+    }.items():  # a folder name cannot have a space
         with pytest.raises(InputError, match=r"'K'|my notes"):
-            run_notebook(notebook_at(tmp_path / name, PARAMETERS), params, results=tmp_path / "r{x}")
+            run_notebook(
+                notebook_at(tmp_path / name, PARAMETERS), params, results=tmp_path / "r{x}"
+            )
     assert not (tmp_path / "r{x}").exists()
 
 
@@ -155,4 +182,8 @@ def test_ctrl_c_ends_the_command_with_130(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "run_notebook", Mock(side_effect=KeyboardInterrupt))
     monkeypatch.setattr("specnb.lm.files.zoo_file", Mock())
     result = CliRunner().invoke(cli.app, ["run", "01", "03", "--results", str(tmp_path)])
-    assert result.exit_code == 130 and "interrupted" in result.stderr and engine.run_notebook.call_count == 1
+    assert (
+        result.exit_code == 130
+        and "interrupted" in result.stderr
+        and engine.run_notebook.call_count == 1
+    )

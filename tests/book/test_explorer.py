@@ -62,9 +62,14 @@ def few_walks():
 @pytest.fixture(scope="module")
 def trace():
     true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
-    blurred = toy.ToyLM(lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL)
+    blurred = toy.ToyLM(
+        lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL
+    )
     drafters = [LookupDrafter(), ModelDrafter(blurred)]  # the model is sometimes right
-    runs = (recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=24) for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0)))
+    runs = (
+        recorded(drafters, PROMPTS, t, top_p=p, max_new_tokens=24)
+        for t, p in ((0.7, 0.9), (0.0, 1.0), (0.7, 1.0))
+    )
     return Trace(tuple(r for run in runs for r in run))
 
 
@@ -83,7 +88,9 @@ class Frame:
     def send(self, setting, **message):
         """Send a setting in the form in which the page sends it."""
         machine = {"ratios": setting.machine.ratios(24), "c": setting.machine.c}
-        self.explorer._answer(self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, [])
+        self.explorer._answer(
+            self.explorer, message | {"setting": setting._asdict() | {"machine": machine}}, []
+        )
 
     def run(self, setting, **message) -> dict:
         """Start a live run, wait for its end, and return the last message."""
@@ -97,7 +104,9 @@ class Frame:
 
 @pytest.fixture
 def frame(trace, monkeypatch):
-    run = stored(explorer_tables.SHIPPED)._replace(trace=trace, curve=CURVE, c={LOOKUP: 0.0, MODEL: 0.3})
+    run = stored(explorer_tables.SHIPPED)._replace(
+        trace=trace, curve=CURVE, c={LOOKUP: 0.0, MODEL: 0.3}
+    )
     return Frame(Explorer(run, run_live=lambda *_: None), monkeypatch)
 
 
@@ -114,7 +123,9 @@ def settings(tables, **fixed):
 
 
 def lookup_setting(k=4, **changed):
-    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))._replace(**changed)
+    return Setting(LOOKUP, 0.0, "code", FIXED, k, Cost.straight(CUSTOM, 1.5, 0.0))._replace(
+        **changed
+    )
 
 
 def test_predictions_equal_the_replay_whatever_was_predicted_before(tables):
@@ -124,14 +135,23 @@ def test_predictions_equal_the_replay_whatever_was_predicted_before(tables):
             recordings = [tables.recordings[i] for i in tables.chosen(setting)]
             walks = walked(recordings, setting, tables.k_max)
             assert walks == [steps for _, _, steps in tables.walks(setting)]
-            counts = [counts_of(recording, steps) for recording, steps in zip(recordings, walks, strict=True)]
+            counts = [
+                counts_of(recording, steps)
+                for recording, steps in zip(recordings, walks, strict=True)
+            ]
             p = tables.predict(setting)
-            totals = [sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")]
+            totals = [
+                sum(getattr(c, name) for c in counts) for name in ("rounds", "drafted", "accepted")
+            ]
             assert [p.rounds, p.drafted, p.accepted] == totals, setting
             if setting.policy == FIXED:
-                pd.testing.assert_series_equal(tables.sweep(setting).loc[setting.k], p, check_names=False)
+                pd.testing.assert_series_equal(
+                    tables.sweep(setting).loc[setting.k], p, check_names=False
+                )
             plain = sum(r.n_tokens - 1 for r in recordings) * setting.machine.curve.seconds(1)
-            assert p.speedup == pytest.approx(plain / sum(c.seconds(setting.machine) for c in counts))
+            assert p.speedup == pytest.approx(
+                plain / sum(c.seconds(setting.machine) for c in counts)
+            )
 
 
 def walked(recordings, setting, k_max) -> list:
@@ -163,7 +183,9 @@ def test_the_kernel_replays_policies_for_the_page_and_reports_errors(frame, tabl
     monkeypatch.setattr(frame.explorer, "_tables", None)
     frame.send(lookup_setting(), key="[4]")
     answer = frame.received.pop()["answer"]
-    assert "AttributeError" in answer["error"] and answer["drafter"] == LOOKUP and frame.received == []
+    assert (
+        "AttributeError" in answer["error"] and answer["drafter"] == LOOKUP and frame.received == []
+    )
     assert {policy.option for policy in POLICIES.values()} - {""} == set(CONTROLLERS)
 
 
@@ -195,7 +217,10 @@ def test_a_controller_learns_nothing_before_a_live_run(bench, monkeypatch):
 def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, tables, bench):
     measured, _ = bench.run_live(lookup_setting(), lambda *_: None)
     ids = [g.prompt_id for g in measured[1::2]]
-    ends = [tables.predict(lookup_setting(machine=Cost(CURVE), temperature=t), ids).speedup for t in (0.0, 0.7)]
+    ends = [
+        tables.predict(lookup_setting(machine=Cost(CURVE), temperature=t), ids).speedup
+        for t in (0.0, 0.7)
+    ]
     for temperature, busy in ((0.0, False), (0.35, True)):
         frame.explorer._run_live = lambda *_, busy=busy: (measured, busy)
         last = frame.run(lookup_setting(temperature=temperature))
@@ -203,7 +228,9 @@ def test_a_live_run_has_a_prediction_also_between_recorded_temperatures(frame, t
         mixed = np.exp(np.interp(temperature, [0.0, 0.7], np.log(ends)))
         assert float(shown[1]) == pytest.approx(mixed, abs=0.0051)
         point = last["point"]
-        assert point["k"] == 4 and point["speedup"] > 0 and point["low"] is None, "three prompts have no interval"
+        assert point["k"] == 4 and point["speedup"] > 0 and point["low"] is None, (
+            "three prompts have no interval"
+        )
         assert (BUSY in last["outcome"]) == point["busy"] == busy
 
 
@@ -213,7 +240,10 @@ def test_an_error_of_a_live_run_is_shown_and_the_next_run_works(frame, bench):
         raise RuntimeError("the engine is gone")
 
     frame.explorer._run_live = failing
-    assert frame.run(lookup_setting(2))["outcome"] == "The live run failed: RuntimeError: the engine is gone"
+    assert (
+        frame.run(lookup_setting(2))["outcome"]
+        == "The live run failed: RuntimeError: the engine is gone"
+    )
     assert "0 of 4: code-0" in frame.received[0]["outcome"]
     frame.explorer._run_live = bench.run_live
     assert "for the same prompts" in frame.run(lookup_setting(3))["outcome"]
@@ -225,7 +255,11 @@ def test_the_positions_of_the_controls_select_predictions(frame, tables):
     steep = Cost.straight(CUSTOM, 6.0, 1.2)
     for temperature, nearest, moved in ((0.4, 0.7, False), (0.3, 0.0, True)):
         explorer.drafter, explorer.temperature = MODEL, temperature
-        explorer._machine = {"drafter": MODEL if moved else LOOKUP, "ratios": steep.ratios(24), "c": steep.c}
+        explorer._machine = {
+            "drafter": MODEL if moved else LOOKUP,
+            "ratios": steep.ratios(24),
+            "c": steep.c,
+        }
         wanted = Setting(MODEL, nearest, ALL, FIXED, 8, steep if moved else Cost(CURVE, 0.3))
         pd.testing.assert_frame_equal(explorer.selection, tables.sweep(wanted))
 
@@ -235,12 +269,24 @@ def test_a_trace_is_recorded_and_reopened_from_its_folder(monkeypatch, tmp_path)
     run = workbench().open_trace()
     kept, trace, curve, c, line = run
     assert "recorded now" in line and kept.status == "completed" and len(trace.recordings) == 30
-    assert {(r.temperature, r.top_p) for r in trace.recordings} == {(0.0, 1.0), (0.7, 1.0), (0.7, 0.9)}
+    assert {(r.temperature, r.top_p) for r in trace.recordings} == {
+        (0.0, 1.0),
+        (0.7, 1.0),
+        (0.7, 0.9),
+    }
     baseline = kept.measurements["baseline"]
     assert baseline["baseline_tokens_per_s"] >= baseline["plain_tokens_per_s"] > 0
-    assert c == {LOOKUP: 0.0} and curve.widths[-1] == 25 and Tables(trace).contents == ("code", "prose")
+    assert (
+        c == {LOOKUP: 0.0}
+        and curve.widths[-1] == 25
+        and Tables(trace).contents == ("code", "prose")
+    )
     again = workbench(trace=str(folder_of(kept)), k_max=20).open_trace()
-    assert again.origin.startswith(f"run {kept.run_id}") and "reopened" in again.origin and again[1:4] == run[1:4]
+    assert (
+        again.origin.startswith(f"run {kept.run_id}")
+        and "reopened" in again.origin
+        and again[1:4] == run[1:4]
+    )
 
 
 def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source():
@@ -248,10 +294,19 @@ def test_the_shipped_trace_opens_without_a_model_and_the_record_names_its_source
     asked = ExplorerParams(budget="quick")
     bench = Workbench(asked)
     run = bench.open_trace()
-    assert run[1:4] == shipped[1:4] and run.record.provenance["source"]["run_id"] == shipped.record.run_id
-    assert bench.params.target == shipped.record.params["target"] and not {"target", "drafters"} & set(vars(bench))
+    assert (
+        run[1:4] == shipped[1:4]
+        and run.record.provenance["source"]["run_id"] == shipped.record.run_id
+    )
+    assert bench.params.target == shipped.record.params["target"] and not {
+        "target",
+        "drafters",
+    } & set(vars(bench))
     assert {p.id for p in bench.chosen} == {r.prompt_id for r in run.trace.recordings}
-    assert (run.record.experiment, run.record.params) == ("09_explorer", asked.model_dump(mode="json"))
+    assert (run.record.experiment, run.record.params) == (
+        "09_explorer",
+        asked.model_dump(mode="json"),
+    )
     assert load_record(folder_of(run.record)) == run.record
     with pytest.raises(InputError, match="nothing-there"):
         Workbench(ExplorerParams(trace="nothing-there")).open_trace()
@@ -263,16 +318,26 @@ def test_an_unrecorded_value_is_named_in_the_error(tables):
             tables.predict(lookup_setting(**wrong))
     with pytest.raises(InputError, match="code-9"):
         tables.predict(lookup_setting(), ["code-9"])
-    assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), "two prompts have no interval"
+    assert np.isnan(tables.predict(lookup_setting(), ["code-0", "code-1"]).low), (
+        "two prompts have no interval"
+    )
 
 
 # --- the page of a pair
 
 
 def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypatch):
-    monkeypatch.setattr("specnb.measure.baseline.find_rivals", lambda name: [])  # no other engine is timed
+    monkeypatch.setattr(
+        "specnb.measure.baseline.find_rivals", lambda name: []
+    )  # no other engine is timed
     file = str(llama_gguf(tmp_path / "tiny.gguf", n_ctx=1024, all_bytes=True))
-    options = {"source": "", "contents": "", "prompts_per_category": 3, "max_new_tokens": 4, "progress": silent}
+    options = {
+        "source": "",
+        "contents": "",
+        "prompts_per_category": 3,
+        "max_new_tokens": 4,
+        "progress": silent,
+    }
     document, page = examine(file, file, **options)
     row = document["live"][1]
     assert document["conclusion"].startswith("Leave drafting off") == (row["speedup"] <= 1)
@@ -280,11 +345,16 @@ def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypat
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7}
     assert all(str(document["k"]) in line for line in document["flags"].values())
     assert document["conclusion"] in page and document["costs"] in page and "@ABOVE@" not in page
-    assert stored(results_dir() / "09_explorer" / document["run_id"])  # `specnb explore` can reopen it
+    assert stored(
+        results_dir() / "09_explorer" / document["run_id"]
+    )  # `specnb explore` can reopen it
 
 
 def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):
-    target, draft = str(tmp_path / "it's $(touch x) `y`.gguf"), "tiny-hybrid?backend=hf&dtype=float32"
+    target, draft = (
+        str(tmp_path / "it's $(touch x) `y`.gguf"),
+        "tiny-hybrid?backend=hf&dtype=float32",
+    )
     Path(target).touch()
     flags = flags_of(target, draft, 3)
     assert shlex.split(flags["specnb"])[3:] == ["--target", target, "--draft", draft, "--k", "3"]

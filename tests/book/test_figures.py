@@ -15,7 +15,18 @@ SWEEP = pd.DataFrame(
         ("prose", 0.7, 0, 10.0, 0, 0, 1.0, 1.0, 1.0, 1.0),
         ("prose", 0.7, 2, 7.0, 40, 2, 1.0, 0.7, 0.5, 0.75),
     ],
-    columns=["category", "temperature", "k", "tokens_per_s", "drafted", "accepted", "tau", "speedup", "low", "high"],
+    columns=[
+        "category",
+        "temperature",
+        "k",
+        "tokens_per_s",
+        "drafted",
+        "accepted",
+        "tau",
+        "speedup",
+        "low",
+        "high",
+    ],
 ).assign(n_prompts=3, busy=False)
 
 
@@ -27,15 +38,27 @@ def lines_of(figure):
 def test_each_temperature_is_a_panel_with_a_line_per_category_and_intervals():
     figure = figures.speedup_over_k(SWEEP, panel="temperature", title="Speed-up")
     assert {(t.name, t.xaxis): (tuple(t.x), tuple(t.y)) for t in lines_of(figure)} == {
-        ("code", "x"): ((1.9, 7.9), (1.5, 1.2)), ("prose", "x"): ((2.1,), (0.8,)), ("prose", "x2"): ((2.1,), (0.7,)),
-    }  # fmt: skip
+        ("code", "x"): ((1.9, 7.9), (1.5, 1.2)),
+        ("prose", "x"): ((2.1,), (0.8,)),
+        ("prose", "x2"): ((2.1,), (0.7,)),
+    }
     code = lines_of(figure)[0]
-    assert list(code.error_y.array) == pytest.approx([0.5, 0.1]) and code.error_y.arrayminus[0] == pytest.approx(0.25)
+    assert list(code.error_y.array) == pytest.approx([0.5, 0.1]) and code.error_y.arrayminus[
+        0
+    ] == pytest.approx(0.25)
     assert [a.text for a in figure.layout.annotations] == ["0.0", "0.7"]
-    assert {(s.y0, s.y1, s.yref) for s in figure.layout.shapes} == {(1.0, 1.0, "y"), (1.0, 1.0, "y2")}
-    for column, marked, word in (("lossless", SWEEP["temperature"] == 0, "lossy"), ("busy", True, "busy")):
+    assert {(s.y0, s.y1, s.yref) for s in figure.layout.shapes} == {
+        (1.0, 1.0, "y"),
+        (1.0, 1.0, "y2"),
+    }
+    for column, marked, word in (
+        ("lossless", SWEEP["temperature"] == 0, "lossy"),
+        ("busy", True, "busy"),
+    ):
         sweep = SWEEP.assign(**{column: marked})
-        assert word in figures.speedup_over_k(sweep, panel="temperature", title="x").layout.title.text
+        assert (
+            word in figures.speedup_over_k(sweep, panel="temperature", title="x").layout.title.text
+        )
 
 
 def test_live_runs_are_filled_markers_over_replayed_lines_and_replays_open():
@@ -46,5 +69,8 @@ def test_live_runs_are_filled_markers_over_replayed_lines_and_replays_open():
     *lines, code, prose, again, _ = lines_of(figure)
     assert (again.marker.symbol, again.y[0]) == (f"{code.marker.symbol}-open", 3.0)
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
-    assert [(t.mode, list(t.x)) for t in (code, prose)] == [("markers", [1.9, 7.9]), ("markers", [2.1])]
+    assert [(t.mode, list(t.x)) for t in (code, prose)] == [
+        ("markers", [1.9, 7.9]),
+        ("markers", [2.1]),
+    ]
     assert [t.marker.color for t in (code, prose)] == [t.line.color for t in lines]

@@ -15,7 +15,11 @@ from tests.book import hygiene, store
 
 FOLDER = project_dir() / "notebooks"
 COMMITTED = sorted(FOLDER.glob("[0-9]*.ipynb"))
-FIGURES = [s for s in sidecars(store.FIGURES) if "figure" in s and s["experiment"] in {p.stem for p in COMMITTED}]
+FIGURES = [
+    s
+    for s in sidecars(store.FIGURES)
+    if "figure" in s and s["experiment"] in {p.stem for p in COMMITTED}
+]
 
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.name)
@@ -25,7 +29,10 @@ def test_committed_notebooks_are_clean(path):
 
 @pytest.mark.parametrize("notebook", store.BOXES)
 def test_boxes_have_the_numbers_of_the_published_runs(notebook):
-    assert store.box(notebook) in nbformat.read(FOLDER / f"{notebook}.ipynb", 4).cells[0].source.splitlines()
+    assert (
+        store.box(notebook)
+        in nbformat.read(FOLDER / f"{notebook}.ipynb", 4).cells[0].source.splitlines()
+    )
 
 
 @pytest.mark.parametrize("sidecar", FIGURES, ids=itemgetter("name"))
@@ -45,6 +52,8 @@ def rounded(data: object) -> object:
 def test_sanitize_rules_mask_the_machine_and_nothing_else():
     masked = r"in '/tmp/pytest-1/x', C:\Users\x, 123e4567-e89b-12d3-a456-426614174000, 1.25 s, K 4, 1.25, https://a.org/tmp/x"
     masked += ', </div><p class="quick">x</p>'
-    for pattern, replacement in get_sanitize_patterns((FOLDER / "sanitize.cfg").read_text(encoding="utf-8")):
+    for pattern, replacement in get_sanitize_patterns(
+        (FOLDER / "sanitize.cfg").read_text(encoding="utf-8")
+    ):
         masked = re.sub(pattern, replacement, masked)
     assert masked == "in 'PATH', PATH, UUID, SECONDS, K 4, 1.25, https://a.org/tmp/x, </div>"

@@ -8,7 +8,13 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from specnb import params
 from specnb.book import notebook
-from specnb.book.notebook import declared, find_notebook, parse_parameters, read_notebook, resolve_params
+from specnb.book.notebook import (
+    declared,
+    find_notebook,
+    parse_parameters,
+    read_notebook,
+    resolve_params,
+)
 from specnb.errors import InputError
 
 CELL = """\
@@ -27,8 +33,13 @@ DEFAULTS = {"k": 4, "engine": "gguf", "ks": [1, 2], "untyped": 7, "anything": No
 def notebook_at(path: Path, *cells: str, **metadata) -> Path:
     """Write a notebook of code cells, the first (if any) with the parameters; return its path."""
     tags = [{"tags": ["parameters"]}] + [{}] * len(cells)
-    nb = new_notebook(cells=[new_code_cell(code, metadata=tag) for code, tag in zip(cells, tags, strict=False)])
-    nb.metadata = nb.metadata | {"kernelspec": {"name": "x", "display_name": "X", "language": "python"}, **metadata}
+    nb = new_notebook(
+        cells=[new_code_cell(code, metadata=tag) for code, tag in zip(cells, tags, strict=False)]
+    )
+    nb.metadata = nb.metadata | {
+        "kernelspec": {"name": "x", "display_name": "X", "language": "python"},
+        **metadata,
+    }
     path.parent.mkdir(exist_ok=True)
     nbformat.write(nb, path)
     return path
@@ -38,7 +49,11 @@ def test_parameters_are_read_not_executed_and_given_values_replace_defaults(tmp_
     source = read_notebook(notebook_at(tmp_path / "01_test.ipynb", CELL))
     assert declared(CELL) == DEFAULTS and resolve_params(source, {}) == ({}, DEFAULTS)
     given, resolved = resolve_params(source, {"ks": [3], "k": 8})
-    assert given == {"ks": [3], "k": 8} and resolved == DEFAULTS | given and list(resolved) == list(DEFAULTS)
+    assert (
+        given == {"ks": [3], "k": 8}
+        and resolved == DEFAULTS | given
+        and list(resolved) == list(DEFAULTS)
+    )
     with pytest.raises(InputError, match=r"'engin'.*engine"):
         resolve_params(source, {"engin": "hf"})
     none = read_notebook(notebook_at(tmp_path / "02_none.ipynb"))
@@ -63,10 +78,18 @@ def test_given_values_are_checked_by_the_class_of_the_parameters(tmp_path, monke
             resolve_params(source, {name: value})
 
 
-@pytest.mark.parametrize(("given", "command", "environment", "prompts"), [
-    ({}, None, "", 3), ({}, "full", "", 24), ({}, None, "full", 24), ({}, "quick", "full", 3),
-    ({"budget": "full"}, "quick", "", 24), ({"prompts": None}, "full", "", 24), ({"prompts": 5}, "full", "", 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("given", "command", "environment", "prompts"),
+    [
+        ({}, None, "", 3),
+        ({}, "full", "", 24),
+        ({}, None, "full", 24),
+        ({}, "quick", "full", 3),
+        ({"budget": "full"}, "quick", "", 24),
+        ({"prompts": None}, "full", "", 24),
+        ({"prompts": 5}, "full", "", 5),
+    ],
+)
 def test_a_given_budget_precedes_the_commands_the_environments_and_the_cells(
     given, command, environment, prompts, tmp_path, monkeypatch
 ):
@@ -95,10 +118,16 @@ NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"param
 
 @pytest.mark.parametrize(
     ("content", "value"),
-    [(b"", ""), (b"[]", ""), (NOTEBOOK, "'Nothing'"), (b"\xff", ""),
-     (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
-     ("k = 2 ** 3", "2 ** 3"), ("%matplotlib", "`parameters`")],
-)  # fmt: skip
+    [
+        (b"", ""),
+        (b"[]", ""),
+        (NOTEBOOK, "'Nothing'"),
+        (b"\xff", ""),
+        (b'{"nbformat":4,"nbformat_minor":5,"metadata":{},"cells":[3]}', ""),
+        ("k = 2 ** 3", "2 ** 3"),
+        ("%matplotlib", "`parameters`"),
+    ],
+)
 def test_an_invalid_notebook_or_default_is_named_in_the_error(tmp_path, content, value):
     path = tmp_path / "bad.ipynb"
     path.write_bytes(content) if isinstance(content, bytes) else notebook_at(path, content)
@@ -111,11 +140,21 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(notebook, "project_dir", lambda: tmp_path)
-    other, path = notebook_at(tmp_path / "mine.ipynb"), notebook_at(tmp_path / "notebooks" / "01_a.ipynb")
+    other, path = (
+        notebook_at(tmp_path / "mine.ipynb"),
+        notebook_at(tmp_path / "notebooks" / "01_a.ipynb"),
+    )
     for name in ("10_b.ipynb", "12_01.ipynb", "draft.ipynb", "02_x.txt"):
         (tmp_path / "notebooks" / name).touch()
-    assert [file.name for file in notebook.notebooks()] == ["01_a.ipynb", "10_b.ipynb", "12_01.ipynb"]
-    assert all(find_notebook(name) == path for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb", "01"))
+    assert [file.name for file in notebook.notebooks()] == [
+        "01_a.ipynb",
+        "10_b.ipynb",
+        "12_01.ipynb",
+    ]
+    assert all(
+        find_notebook(name) == path
+        for name in ("01_a", "01_a.ipynb", path, "notebooks/01_a.ipynb", "01")
+    )
     assert find_notebook("mine.ipynb") == other and find_notebook("10").name == "10_b.ipynb"
     for name in ("1", "b", "02_b", "", "notebooks", "../notebooks/01_a"):
         with pytest.raises(InputError, match="01_a"):
@@ -123,7 +162,16 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
 
 
 def test_typed_text_becomes_the_json_type_it_looks_like():
-    typed = {"4": 4, "0.7": 0.7, "[4, 8]": [4, 8], '"42"': "42", "true": True, "FALSE": False, "none": None, "": ""}
+    typed = {
+        "4": 4,
+        "0.7": 0.7,
+        "[4, 8]": [4, 8],
+        '"42"': "42",
+        "true": True,
+        "FALSE": False,
+        "none": None,
+        "": "",
+    }
     typed |= {text: text for text in ("4,8,12", "a = b", "007")}
     for text, value in typed.items():
         parsed = parse_parameters([f"x={text}"])["x"]

@@ -32,13 +32,19 @@ from specnb.store import figures_dir, save
 from tests.book.test_tables import generation
 
 WHEN = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
-HERE = {"cpu": {"model": "Some CPU", "usable_cores": 2}, "gpu": None, "extra": {"target": {"device": "cpu"}}}
+HERE = {
+    "cpu": {"model": "Some CPU", "usable_cores": 2},
+    "gpu": None,
+    "extra": {"target": {"device": "cpu"}},
+}
 IMAGES = {"svg", "png", "pdf"}
 RUN_FACTS = ("experiment", "run_id", "params", "status")
 FIND = "choreographer.browsers.chromium.Chromium.find_browser"
 
 
-needs_browser = pytest.mark.skipif(not Chromium.find_browser(skip_local=False), reason="no Chrome or Chromium")
+needs_browser = pytest.mark.skipif(
+    not Chromium.find_browser(skip_local=False), reason="no Chrome or Chromium"
+)
 
 
 def record_of(**fields) -> RunRecord:
@@ -49,11 +55,18 @@ def record_of(**fields) -> RunRecord:
 
 def figure_of(title: str = "Speed-up <b>over</b> K", last: float = 3.0) -> go.Figure:
     """Return a figure with several kinds of SVG ids: patterns, color bars, legends."""
-    figure = go.Figure([go.Bar(y=[2.0, last], name="prose", marker_pattern_shape="/"), go.Heatmap(z=[[1, 2], [3, 4]])])
+    figure = go.Figure(
+        [
+            go.Bar(y=[2.0, last], name="prose", marker_pattern_shape="/"),
+            go.Heatmap(z=[[1, 2], [3, 4]]),
+        ]
+    )
     return figure.update_layout(title=title)
 
 
-def published(figure: go.Figure | None = None, record: RunRecord | None = None, **options) -> tuple[Path, dict]:
+def published(
+    figure: go.Figure | None = None, record: RunRecord | None = None, **options
+) -> tuple[Path, dict]:
     """Publish a figure; return its folder and sidecar."""
     record = record or record_of()
     publish(figure or figure_of(), "speed", record, **options)
@@ -97,7 +110,10 @@ def test_without_a_browser_page_and_sidecar_are_written_with_the_reason(no_brows
     before = figure.to_json()
     shown = publish(figure, "speed", record_of())
     assert isinstance(shown, go.Figure) and figure.to_json() == before
-    assert capsys.readouterr().err.count("\n") == 1 and set(shown._repr_mimebundle_()[0]) == {PLOTLY, "text/plain"}
+    assert capsys.readouterr().err.count("\n") == 1 and set(shown._repr_mimebundle_()[0]) == {
+        PLOTLY,
+        "text/plain",
+    }
     skipped = read_json(folder / "speed.json")["skipped"]
     assert set(skipped) == IMAGES and all("BROWSER_PATH" in reason for reason in skipped.values())
     assert {file.name for file in folder.iterdir()} == {"speed.html", "speed.json", "records"}
@@ -108,11 +124,16 @@ def test_a_sidecar_has_provenance_and_digests_and_is_reproducible(no_browser):
     folder, sidecar = published(table=table)
     page = (folder / "speed.html").read_bytes()
     facts = record_of().model_dump(include={"experiment", "run_id", "params", "provenance"})
-    facts |= {"caption": caption_of("Speed-up over K", record_of()), "files": {"speed.html": digest(page)}}
+    facts |= {
+        "caption": caption_of("Speed-up over K", record_of()),
+        "files": {"speed.html": digest(page)},
+    }
     assert {key: sidecar[key] for key in facts} == facts
     assert sidecar["table"]["sha256"] == digest(b"k,speedup\n1,1.0\n2,0.30000000000000004\n")
     assert sidecar["table"]["records"] == table.to_dict("records")
-    assert published(table=table) == (folder, sidecar) and (folder / "speed.html").read_bytes() == page
+    assert (
+        published(table=table) == (folder, sidecar) and (folder / "speed.html").read_bytes() == page
+    )
     assert published(figure_of(last=4))[1]["figure_sha256"] != sidecar["figure_sha256"]
 
 
@@ -123,7 +144,9 @@ def test_the_page_needs_no_network_and_its_title_is_text(no_browser):
     page = (folder / "speed.html").read_text()
     assert re.findall(r'src="([^"]+)"', page) == ["speed.svg", "../../../plotly.min.js"]
     assert not re.search(r"<script>alert|<i>|(src|href)\s*=\s*.?(https?:)?//", page)
-    assert sidecar["caption"].startswith('alert("1") K < 4 & "T" > 0: run abc123 of 01_k_sweep, "><i>,')
+    assert sidecar["caption"].startswith(
+        'alert("1") K < 4 & "T" > 0: run abc123 of 01_k_sweep, "><i>,'
+    )
 
 
 def test_the_caption_names_run_models_machine_and_warnings():
@@ -131,7 +154,11 @@ def test_the_caption_names_run_models_machine_and_warnings():
         "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, on Some CPU (2 cores)."
     )
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
-    here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {"target": {"device": "cuda:0"}}}
+    here = HERE | {
+        "models": models,
+        "gpu": [{"name": "Some GPU"}],
+        "extra": {"target": {"device": "cuda:0"}},
+    }
     caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
     assert "model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU." in caption
     sound = generation("p1", "code", 0.0, [(0, 0)], 0.1)
@@ -144,9 +171,13 @@ def test_the_stored_gallery_is_current_and_an_empty_folder_is_an_error(tmp_path)
     with pytest.raises(InputError, match=tmp_path.name):
         gallery(tmp_path)
     folder = project_dir() / "figures"
-    assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), "run `specnb publish`"
+    assert (folder / "README.md").read_text(encoding="utf-8") == gallery(folder), (
+        "run `specnb publish`"
+    )
     page.write_page(SHIPPED, tmp_path / "explorer.html")
-    assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), "run `specnb publish`"
+    assert (folder / "explorer.html").read_bytes() == (tmp_path / "explorer.html").read_bytes(), (
+        "run `specnb publish`"
+    )
     assert "| published claim |" in gallery(folder)
 
 
@@ -163,7 +194,10 @@ def test_every_published_figure_has_the_record_of_its_run_and_unchanged_files(si
 
 def run_of(end: int, dirty: bool = False, **fields) -> RunRecord:
     """Save a record and publish one of its figures, as a notebook does; return the record."""
-    origin = HERE | {"git": {"commit": "f" * 40, "dirty": dirty}, "utc": "2026-11-21T08:39:54+00:00"}
+    origin = HERE | {
+        "git": {"commit": "f" * 40, "dirty": dirty},
+        "utc": "2026-11-21T08:39:54+00:00",
+    }
     record = record_of(**({"provenance": origin, "ended": WHEN.replace(minute=end)} | fields))
     save(record)
     publish(figure_of(last=end), "speed", record)
@@ -173,7 +207,11 @@ def run_of(end: int, dirty: bool = False, **fields) -> RunRecord:
 @pytest.fixture
 def figures(monkeypatch, no_browser, tmp_path) -> Path:
     monkeypatch.setattr(module, "git_state", lambda _: {"commit": "e" * 40, "dirty": False})
-    monkeypatch.setattr(page, "write_page", lambda _trace, out: write_atomic(out, b"the explorer, which takes seconds"))
+    monkeypatch.setattr(
+        page,
+        "write_page",
+        lambda _trace, out: write_atomic(out, b"the explorer, which takes seconds"),
+    )
     return tmp_path / "figures"
 
 
@@ -186,7 +224,10 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
     sidecar = read_json(figures / "speed.json")
     assert sidecar["files"] == {"speed.html": digest(figures / "speed.html")}
     assert sidecar["run_id"] == read_json(figures / sidecar["record"])["run_id"] == "new"
-    assert 'src="plotly.min.js"' in (figures / "speed.html").read_text() and (figures / "plotly.min.js").is_file()
+    assert (
+        'src="plotly.min.js"' in (figures / "speed.html").read_text()
+        and (figures / "plotly.min.js").is_file()
+    )
     publish_runs(["old"], figures, results)
     assert {path.name for path in (figures / "records").iterdir()} == {"old.json"}
     with pytest.raises(InputError, match="'newer'"):
@@ -194,7 +235,9 @@ def test_figures_stay_with_their_run_until_it_is_published_with_its_record(resul
 
 
 @pytest.mark.parametrize("changes", [{"name": "../speed"}, {"run_id": "../errors"}])
-def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(changes, results, figures):
+def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(
+    changes, results, figures
+):
     sidecar = figures_dir(run_of(1)) / "speed.json"
     sidecar.write_text(json.dumps(read_json(sidecar) | changes))
     with pytest.raises(InputError, match=re.escape(next(iter(changes.values())))):
@@ -203,7 +246,9 @@ def test_a_sidecar_that_names_files_elsewhere_is_refused_and_nothing_is_written(
 
 
 @pytest.mark.parametrize("then", [True, False], ids=["at the run", "at publishing"])
-def test_figures_from_uncommitted_changes_are_refused_or_marked(then, results, figures, monkeypatch):
+def test_figures_from_uncommitted_changes_are_refused_or_marked(
+    then, results, figures, monkeypatch
+):
     run_of(1, dirty=then)
     monkeypatch.setattr(module, "git_state", lambda _: {"commit": "e" * 40, "dirty": not then})
     with pytest.raises(InputError, match="allow-dirty"):
@@ -211,7 +256,10 @@ def test_figures_from_uncommitted_changes_are_refused_or_marked(then, results, f
     assert not figures.exists()
     publish_runs([], figures, results, allow_dirty=True)
     sidecar = read_json(figures / "speed.json")
-    assert (sidecar["provenance"]["git"]["dirty"], sidecar["published_with_changes"]) == (then, not then)
+    assert (sidecar["provenance"]["git"]["dirty"], sidecar["published_with_changes"]) == (
+        then,
+        not then,
+    )
     assert "with changes" in gallery(figures)
 
 
@@ -221,7 +269,9 @@ def test_figures_from_uncommitted_changes_are_refused_or_marked(then, results, f
 def test_the_stored_notebooks_show_each_figure_as_a_picture_too():
     for path in notebooks():
         nb = nbformat.read(path, 4)
-        calls = sum(len(re.findall(r"\b(?:publish|with_picture)\(", cell.source)) for cell in nb.cells)
+        calls = sum(
+            len(re.findall(r"\b(?:publish|with_picture)\(", cell.source)) for cell in nb.cells
+        )
         data = [output.get("data", {}) for cell in nb.cells for output in cell.get("outputs", ())]
         shown = [each for each in data if PLOTLY in each]
         assert len(shown) >= calls > 0 and all("image/png" in each for each in shown), path.name
@@ -232,7 +282,9 @@ def test_the_stored_notebooks_show_each_figure_as_a_picture_too():
 
 @pytest.mark.skipif(os.name != "posix", reason="the false browser is a shell script")
 @pytest.mark.parametrize("script", ["exit 1", pytest.param("exec cat", marks=pytest.mark.slow)])
-def test_a_browser_that_exits_or_hangs_is_reported_and_leaves_no_process(script, monkeypatch, nothing_left, tmp_path):
+def test_a_browser_that_exits_or_hangs_is_reported_and_leaves_no_process(
+    script, monkeypatch, nothing_left, tmp_path
+):
     monkeypatch.setattr(picture, "EXPORT_S", 3.0)
     path = tmp_path / "browser.sh"
     path.write_text(f"#!/bin/sh\n{script}\n")
@@ -240,7 +292,9 @@ def test_a_browser_that_exits_or_hangs_is_reported_and_leaves_no_process(script,
     monkeypatch.setattr(FIND, lambda **_: str(path))
     _, sidecar = published()
     reasons = sidecar["skipped"].values()
-    assert len(reasons) == 3 and all("BROWSER_PATH" in text and str(tmp_path) not in text for text in reasons)
+    assert len(reasons) == 3 and all(
+        "BROWSER_PATH" in text and str(tmp_path) not in text for text in reasons
+    )
 
 
 @needs_browser
@@ -250,7 +304,11 @@ def test_with_a_browser_every_file_is_written_in_the_size_of_the_layout(nothing_
 
     folder, sidecar = asyncio.run(in_a_cell())
     images = ("speed.svg", "speed.png", "speed.pdf", "speed.html")
-    assert sidecar["skipped"] == {} and sidecar["files"] == {file: digest(folder / file) for file in images}
-    assert (folder / "speed.png").read_bytes()[16:24] == bytes([0, 0, 5, 120, 0, 0, 2, 88])  # 1400 x 600
+    assert sidecar["skipped"] == {} and sidecar["files"] == {
+        file: digest(folder / file) for file in images
+    }
+    assert (folder / "speed.png").read_bytes()[16:24] == bytes(
+        [0, 0, 5, 120, 0, 0, 2, 88]
+    )  # 1400 x 600
     svg = ET.parse(folder / "speed.svg").getroot()
     assert (svg.get("width"), svg.get("height")) == ("700", "300")

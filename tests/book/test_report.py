@@ -20,16 +20,28 @@ def test_a_line_fit_to_six_code_rows_predicts_the_held_out_prose_rows(table):
     assert line == (pytest.approx(0.335, abs=5e-4), pytest.approx(0.0171, abs=5e-5))
     rows = report.compare_with_line(table, line).set_index("content")
     assert rows.loc["code", "round_ms"].round().tolist() == [415, 459, 509, 644, 687, 729]
-    assert rows.loc["code", "error"].abs().max() < 0.06 and rows.loc["prose", "error"].abs().max() < 0.03
-    assert rows.loc["prose", "best_k"].tolist() == [6, 7] and rows.loc["code", "best_k"].between(22, 47).all()
+    assert (
+        rows.loc["code", "error"].abs().max() < 0.06
+        and rows.loc["prose", "error"].abs().max() < 0.03
+    )
+    assert (
+        rows.loc["prose", "best_k"].tolist() == [6, 7]
+        and rows.loc["code", "best_k"].between(22, 47).all()
+    )
     assert rows.loc["self", "implied_c"] == pytest.approx(0.84, abs=0.005)
-    assert "415, 459, 509, 644, 687 and 729" in card and "335 + 17.1 K" in card and "T(8)/T(1) = 1.16" in card
+    assert (
+        "415, 459, 509, 644, 687 and 729" in card
+        and "335 + 17.1 K" in card
+        and "T(8)/T(1) = 1.16" in card
+    )
 
 
 def test_reported_rates_match_counts(table):
     counted = table.dropna(subset="drafted")
     assert (100 * counted["acceptance_rate"] - counted["acceptance_percent"]).abs().max() < 0.01
-    assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[:-1].abs().max() < 0.06  # all but self
+    assert (table["tokens_per_s"] * table["plain_s"] - table["speedup"])[
+        :-1
+    ].abs().max() < 0.06  # all but self
 
 
 def test_the_named_machine_has_the_costs_of_the_report(table):
@@ -38,13 +50,17 @@ def test_the_named_machine_has_the_costs_of_the_report(table):
     assert c == pytest.approx(sizes["Qwen2.5-0.5B-Instruct"] / sizes["Qwen2.5-Coder-32B"], abs=5e-4)
     line, curve = report.fit_line(table), Cost.straight("EPYC", at8).curve
     for k in (4, 8, 24):
-        assert table["plain_s"][0] * (curve.seconds(k + 1) + k * c) == pytest.approx(line.seconds(k), rel=0.03)
+        assert table["plain_s"][0] * (curve.seconds(k + 1) + k * c) == pytest.approx(
+            line.seconds(k), rel=0.03
+        )
 
 
 def test_the_small_experiment_is_as_fast_as_predicted():
     small = report.read_small()
     drafted = small[small["k"] > 0]
-    assert drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()
+    assert (
+        drafted.groupby("setting").size().tolist() == [6, 6, 6] and (small["n_prompts"] >= 5).all()
+    )
     below = drafted["predicted_low"] > drafted["high"]
     above = drafted["predicted_high"] < drafted["low"]
     assert not (below | above).any() and not small["busy"].any()

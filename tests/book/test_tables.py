@@ -21,21 +21,41 @@ def generation(prompt, category, temperature, rounds, seconds, *, k=0, prefill_s
         committed = tuple(range(n, n + accepted + 1))
         drafts = committed[:accepted] + (99,) * (drafted - accepted)
         chances = (1.0,) * accepted
-        made.append(Round(index, drafted, accepted, drafts, committed, chances, *[0.0] * 5, drafted + 1))
+        made.append(
+            Round(index, drafted, accepted, drafts, committed, chances, *[0.0] * 5, drafted + 1)
+        )
         n += accepted + 1
     return Generation(
-        prompt_id=prompt, category=category, temperature=temperature, k=k, prompt_ids=(5,), token_ids=tuple(range(n)),
-        rounds=tuple(made), wall_s=seconds + prefill_s, prefill_s=prefill_s, stop_reason="length",
-    )  # fmt: skip
+        prompt_id=prompt,
+        category=category,
+        temperature=temperature,
+        k=k,
+        prompt_ids=(5,),
+        token_ids=tuple(range(n)),
+        rounds=tuple(made),
+        wall_s=seconds + prefill_s,
+        prefill_s=prefill_s,
+        stop_reason="length",
+    )
 
 
 def record(*generations, **measured):
-    rates = {"baseline_engine": "llama.cpp q4_1", "baseline_tokens_per_s": 80.0, "plain_tokens_per_s": 20.0}
+    rates = {
+        "baseline_engine": "llama.cpp q4_1",
+        "baseline_tokens_per_s": 80.0,
+        "plain_tokens_per_s": 20.0,
+    }
     measured = {"forks": [], "verify_curve": None, "baseline": rates} | measured
     return RunRecord(
-        run_id="r1", experiment="01_k_sweep", params={}, provenance={}, started=NOW, ended=NOW,
-        generations=generations, measurements=measured,
-    )  # fmt: skip
+        run_id="r1",
+        experiment="01_k_sweep",
+        params={},
+        provenance={},
+        started=NOW,
+        ended=NOW,
+        generations=generations,
+        measurements=measured,
+    )
 
 
 # 12 tokens each. Plain: 12 s on both prompts. K = 2: 8 s and 16 s, 4 and 6 rounds.
@@ -67,29 +87,44 @@ def test_the_k_sweep_equals_one_computed_by_hand():
         ("all", 0.0): [20, 14, 0.7, 2.4, 1.0, 2],
         ("all", 0.7): [16, 8, 0.5, 3.0, 0.5, 1],
     }
-    assert rows.T.to_dict("list") == {key: pytest.approx(values) for key, values in expected.items()}
+    assert rows.T.to_dict("list") == {
+        key: pytest.approx(values) for key, values in expected.items()
+    }
     code = frame.iloc[3]
-    assert code["tokens_per_s"] == 11 / 8 and code["wall_speedup"] == pytest.approx(62 / 9)  # with prefill
+    assert code["tokens_per_s"] == 11 / 8 and code["wall_speedup"] == pytest.approx(
+        62 / 9
+    )  # with prefill
     assert code["over_fastest"] == pytest.approx(1.5 / 4)
-    assert code["identical"] == 1 and pd.isna(frame["identical"].iloc[5]) and frame["lossless"].all()
+    assert (
+        code["identical"] == 1 and pd.isna(frame["identical"].iloc[5]) and frame["lossless"].all()
+    )
     assert frame[["low", "high"]].isna().all(axis=None)  # two prompts are too few for an interval
 
 
 def test_best_k_is_the_fastest_k_with_a_verdict_on_whether_it_pays():
     rows = [
-        ("prose", 0, 1.0, 1.0, 1.0), ("prose", 2, 0.8, 0.7, 0.9), ("prose", 4, 0.5, 0.4, 0.6),
-        ("code", 0, 1.0, 1.0, 1.0), ("code", 2, 1.2, 1.1, 1.3), ("code", 4, 1.5, 1.2, 1.9),
-        ("a", 2, 1.2, 1.0, 1.4), ("b", 2, 0.9, 0.8, 1.0), ("c", 2, 3.0, NONE, NONE),
-    ]  # fmt: skip
+        ("prose", 0, 1.0, 1.0, 1.0),
+        ("prose", 2, 0.8, 0.7, 0.9),
+        ("prose", 4, 0.5, 0.4, 0.6),
+        ("code", 0, 1.0, 1.0, 1.0),
+        ("code", 2, 1.2, 1.1, 1.3),
+        ("code", 4, 1.5, 1.2, 1.9),
+        ("a", 2, 1.2, 1.0, 1.4),
+        ("b", 2, 0.9, 0.8, 1.0),
+        ("c", 2, 3.0, NONE, NONE),
+    ]
     frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high"])
     best = tables.best_k(frame.assign(tau=2.0, temperature=0.0, n_prompts=30, busy=False))
     assert best[["category", "k", "verdict"]].values.tolist() == [
-        ["prose", 2, "does not pay"], ["code", 4, "pays"],
+        ["prose", 2, "does not pay"],
+        ["code", 4, "pays"],
         *([name, 2, "undecided"] for name in "abc"),  # intervals that touch 1, and no interval
-    ]  # fmt: skip
+    ]
 
 
-@pytest.mark.parametrize(("run", "curve", "marked"), [(None, None, None), (True, False, True), (None, True, True)])
+@pytest.mark.parametrize(
+    ("run", "curve", "marked"), [(None, None, None), (True, False, True), (None, True, True)]
+)
 def test_measurements_on_a_busy_machine_are_marked_and_get_no_verdict(run, curve, marked):
     timed = CostCurve(model="m", context=4, widths=(1, 3), samples_s=((0.1,), (0.4,)), busy=curve)
     measured = record(*SWEEP.generations, verify_curve=timed.model_dump(mode="json"))
@@ -101,7 +136,9 @@ def test_measurements_on_a_busy_machine_are_marked_and_get_no_verdict(run, curve
 
 def test_compact_tables_have_intervals_in_cells_and_a_dash_for_no_value():
     ends = {"low": [1.05, NONE], "high": [1.706, NONE]}
-    frame = pd.DataFrame({"k": [2, 3], "speedup": [1.284, 0.5], **ends, "acceptance_rate": [None, 0.5]})
+    frame = pd.DataFrame(
+        {"k": [2, 3], "speedup": [1.284, 0.5], **ends, "acceptance_rate": [None, 0.5]}
+    )
     cells = {"k": [2, 3], "speedup": ["1.28 [1.05, 1.71]", "0.50"], "acceptance_rate": ["–", 0.5]}
     assert tables.compact(frame).to_dict("list") == cells
 
@@ -128,8 +165,16 @@ FAST = BASE.model_copy(update={"rounds": SAME.rounds})
         ([BASE, DIFFERS], [True], [True, True, True]),
         ([BASE, SAME, DIFFERS], [], [False, True, True]),
         ([BASE, SAME, DIFFERS], [False], [False, True, True]),
-        ([BASE, changed(SAME, 0, n_accepted=3)], [], [True, False, True]),  # more accepted than drafted
-        ([BASE, changed(SAME, 0, n_accepted=1)], [], [True, False, True]),  # more committed than accepted plus one
+        (
+            [BASE, changed(SAME, 0, n_accepted=3)],
+            [],
+            [True, False, True],
+        ),  # more accepted than drafted
+        (
+            [BASE, changed(SAME, 0, n_accepted=1)],
+            [],
+            [True, False, True],
+        ),  # more committed than accepted plus one
         ([FAST, SAME], [], [True, True, False]),
     ],
 )
@@ -143,16 +188,37 @@ def test_best_k_is_a_range_of_equally_fast_k():
     times = {"copy": [[0.8, 0.7, 0.5, 0.49, 0.49]] * 5, "slow": [[1.1, 1.2, 1.3, 1.4, 1.5]] * 5}
     times["mixed"] = [[0.7, 0.7]] * 2 + [[1.1, 1.1]] * 3
     rows = [
-        {"drafter": name, "prompt_id": str(prompt), "k": k, "seconds": scale * seconds, "plain_s": scale}
+        {
+            "drafter": name,
+            "prompt_id": str(prompt),
+            "k": k,
+            "seconds": scale * seconds,
+            "plain_s": scale,
+        }
         for name, of_prompts in times.items()
-        for prompt, (scale, of_k) in enumerate(zip([0.9, 0.95, 1.0, 1.05, 1.1], of_prompts, strict=True))
+        for prompt, (scale, of_k) in enumerate(
+            zip([0.9, 0.95, 1.0, 1.05, 1.1], of_prompts, strict=True)
+        )
         for k, seconds in enumerate(of_k, start=1)
     ]
-    same = {"category": "code", "temperature": 0.0, "n_decoded": 10, "rounds": 5.0, "tau": 2.2, "drafted": 10}
+    same = {
+        "category": "code",
+        "temperature": 0.0,
+        "n_decoded": 10,
+        "rounds": 5.0,
+        "tau": 2.2,
+        "drafted": 10,
+    }
     rows = [row | same | {"accepted": 5, "live_plain_s": row["plain_s"]} for row in rows]
-    record = SimpleNamespace(measurements={"replay": {"rows": rows}}, params={}, provenance={}, generations=())
+    record = SimpleNamespace(
+        measurements={"replay": {"rows": rows}}, params={}, provenance={}, generations=()
+    )
     best = tables.best_range(record).query("category == 'code'").set_index("drafter")
     assert best[["k", "range", "longest", "verdict"]].T.to_dict("list") == {
-        "copy": [4, "4", 4, "pays"], "slow": [1, "1", 5, "does not pay"], "mixed": [1, "1", 1, "undecided"],
-    }  # fmt: skip
-    assert best.loc["copy", ["speedup", "tau", "without_loops"]].tolist() == pytest.approx([1 / 0.49, 2.2, 1 / 0.49])
+        "copy": [4, "4", 4, "pays"],
+        "slow": [1, "1", 5, "does not pay"],
+        "mixed": [1, "1", 1, "undecided"],
+    }
+    assert best.loc["copy", ["speedup", "tau", "without_loops"]].tolist() == pytest.approx(
+        [1 / 0.49, 2.2, 1 / 0.49]
+    )

@@ -24,14 +24,26 @@ ENDED = RoundText((b"a", b"b"), 2, 1, (b"a",))
 STEP = RoundText((), 0, 0, (b"",))
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(toy.markov(6, order=1, seed=5))])
+@pytest.mark.parametrize(
+    "drafter", [LookupDrafter, lambda: ModelDrafter(toy.markov(6, order=1, seed=5))]
+)
 @pytest.mark.parametrize("k", [1, 4])
 def test_a_trace_shows_the_rounds_of_the_live_run(drafter, k):
     target = toy.markov(6, order=2, seed=4, sharpness=3.0)
-    trace = Trace(tuple(follow(target, [drafter()], generate(target, PROMPT, max_new_tokens=40), max_new_tokens=40)))
+    trace = Trace(
+        tuple(
+            follow(
+                target, [drafter()], generate(target, PROMPT, max_new_tokens=40), max_new_tokens=40
+            )
+        )
+    )
     shown = of_trace(trace, k)
-    live = generated(generate(target, PROMPT, drafter=drafter(), k=k, max_new_tokens=40), target.vocab)
-    assert [r._replace(drafts=(), chances=()) for r in shown] == [r._replace(drafts=()) for r in live]
+    live = generated(
+        generate(target, PROMPT, drafter=drafter(), k=k, max_new_tokens=40), target.vocab
+    )
+    assert [r._replace(drafts=(), chances=()) for r in shown] == [
+        r._replace(drafts=()) for r in live
+    ]
     for one_shown, one_live in zip(shown, live, strict=True):
         assert one_shown.drafts == one_live.drafts[: len(one_shown.drafts)]
         assert len(one_shown.drafts) > one_shown.n_accepted or one_shown.ending != "correction"
@@ -58,11 +70,22 @@ def test_the_strip_shows_every_token_by_outcome_without_styles_or_scripts():
     shown = strip([CUT, KEPT, ENDED, STEP])
     body = shown.partition("</p>")[2]
     assert re.findall(r"<(ins|del|strong|mark)\b[^>]*>([^<]*)<", body) == [
-        ("ins", "a"), ("del", "x"), ("del", "&lt;b&gt;"), ("del", " +1 "), ("strong", "&amp;"),
-        ("ins", "a"), ("ins", " b⏎"), ("mark", "c"), ("ins", "a"),
-    ]  # fmt: skip
+        ("ins", "a"),
+        ("del", "x"),
+        ("del", "&lt;b&gt;"),
+        ("del", " +1 "),
+        ("strong", "&amp;"),
+        ("ins", "a"),
+        ("ins", " b⏎"),
+        ("mark", "c"),
+        ("ins", "a"),
+    ]
     assert not re.search(r"<style|<script|class=|[^-]color:(?!inherit|rgb)", shown)
-    assert shown_text(b"a b\n") == "a·b⏎" and shown_text(b"\xff\x00<b>") == "��<b>" and shown_text(b"") == "∎"
+    assert (
+        shown_text(b"a b\n") == "a·b⏎"
+        and shown_text(b"\xff\x00<b>") == "��<b>"
+        and shown_text(b"") == "∎"
+    )
 
 
 def test_shipped_traces_match_their_checksums_and_other_runs_are_refused(tmp_path):

@@ -48,17 +48,28 @@ def jupyterlab(home: Path) -> Iterator[str]:
     quiet = home / "app" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     quiet.parent.mkdir(parents=True)
     quiet.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
-    own = {name: str(home / name.lower()) for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")}
+    own = {
+        name: str(home / name.lower())
+        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
+    }
     own |= {"JUPYTER_DATA_DIR": str(home / "data"), "JUPYTERLAB_SETTINGS_DIR": str(home / "app")}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ["--no-browser", f"--port={port}", "--ServerApp.port_retries=0", "--allow-root", "--ip=127.0.0.1"]
+    options = [
+        "--no-browser",
+        f"--port={port}",
+        "--ServerApp.port_retries=0",
+        "--allow-root",
+        "--ip=127.0.0.1",
+    ]
     options += [f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=None"]
     log = home / "jupyterlab.txt"
     with log.open("wb") as file:
         command = [sys.executable, "-m", "jupyterlab", *options]
-        server = subprocess.Popen(command, cwd=home / "shelf", env=os.environ | own, stdout=file, stderr=file)
+        server = subprocess.Popen(
+            command, cwd=home / "shelf", env=os.environ | own, stdout=file, stderr=file
+        )
     try:
         end = time.monotonic() + 30
         while server.poll() is None and time.monotonic() < end:
@@ -118,14 +129,24 @@ def use(page, frame) -> None:
     machine = Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE)
     for t, top_p in tables.samplings[:2]:
         place = position(frame, t, top_p)
-        move(frame, drafter=drafter, sampling=place, content=ALL, machine=machine.name, k=5, policy="cost-aware")
+        move(
+            frame,
+            drafter=drafter,
+            sampling=place,
+            content=ALL,
+            machine=machine.name,
+            k=5,
+            policy="cost-aware",
+        )
         until(page, lambda: text(frame, "result"), lambda shown: shown.startswith("cost-aware"))
         require_shown(frame, tables, Setting(drafter, t, ALL, "cost-aware", 5, machine, top_p))
 
     frame.get_by_role("button", name="Reset", exact=True).click()
     run = frame.get_by_role("button", name="Run live", exact=True)
     run.click()
-    line = until(page, lambda: text(frame, "outcome"), lambda shown: shown.startswith("Live, fixed K"))
+    line = until(
+        page, lambda: text(frame, "outcome"), lambda shown: shown.startswith("Live, fixed K")
+    )
     assert "on this machine; predicted for the same prompts: " in line
     until(page, run.is_enabled, bool)
     assert frame.locator("#star").count() == 1

@@ -26,7 +26,9 @@ from specnb.measure.replay import split
 from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
-SHOWN = re.compile(r"predicted (.+) times plain decoding in .+, prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+))")
+SHOWN = re.compile(
+    r"predicted (.+) times plain decoding in .+, prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+))"
+)
 COUNTED = re.compile(r"(\d+) of (\d+) draft tokens accepted.* tau ([\d.]+): (\d+) tokens")
 MOVE = """([id, value]) => {
   const moved = new Event("input", { bubbles: true });
@@ -66,9 +68,16 @@ def require_accepted(command: str) -> None:
     """Require that the options are those of `specnb generate`, or parameters of notebook 01."""
     words = shlex.split(command)
     if "run" in words:
-        resolve_params(read_notebook(find_notebook("01_k_sweep")), parse_parameters(words[words.index("-p") + 1 :: 2]))
+        resolve_params(
+            read_notebook(find_notebook("01_k_sweep")),
+            parse_parameters(words[words.index("-p") + 1 :: 2]),
+        )
         return
-    known = {name for option in typer.main.get_command(app).commands["generate"].params for name in option.opts}
+    known = {
+        name
+        for option in typer.main.get_command(app).commands["generate"].params
+        for name in option.opts
+    }
     assert {word for word in words if word.startswith("--")} <= known
 
 
@@ -83,9 +92,15 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
     require_accepted(text(frame, "command"))
     table, sweep = pd.read_csv(io.StringIO(frame.evaluate("table()"))), tables.sweep(setting)
     rows = {name: getattr(sweep, name) for name in NUMBERS[1:]}
-    pd.testing.assert_frame_equal(table[:25][NUMBERS[1:]], pd.DataFrame(rows), rtol=2e-4, atol=1e-3, check_dtype=False)
-    assert table["policy"].iloc[-1] == setting.policy and (len(table) == 25) == (setting.policy == FIXED)
-    assert table["speedup"][setting.k if setting.policy == FIXED else 25] == pytest.approx(p.speedup, rel=2e-4)
+    pd.testing.assert_frame_equal(
+        table[:25][NUMBERS[1:]], pd.DataFrame(rows), rtol=2e-4, atol=1e-3, check_dtype=False
+    )
+    assert table["policy"].iloc[-1] == setting.policy and (len(table) == 25) == (
+        setting.policy == FIXED
+    )
+    assert table["speedup"][setting.k if setting.policy == FIXED else 25] == pytest.approx(
+        p.speedup, rel=2e-4
+    )
     reached, kept = frame.evaluate("look().p.tested"), frame.evaluate("look().p.kept")
     _, _, *by_position = split(sum(counts for _, counts, _ in tables.walks(setting)))
     assert [*reached, *kept] == pytest.approx(np.concatenate(by_position), rel=1e-3, abs=2e-3)
@@ -98,14 +113,24 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
 def compare(frame, trace, curve, c) -> None:
     tables = Tables(trace)
     policies = (FIXED, "rolling acceptance", FIXED)
-    chosen = product(tables.drafters, tables.samplings, zip((3, 8, 24), COSTS, policies, strict=True))
+    chosen = product(
+        tables.drafters, tables.samplings, zip((3, 8, 24), COSTS, policies, strict=True)
+    )
     for drafter, (t, top_p), (k, costs, policy) in chosen:
         known = machines(Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE))
         content = "prose" if k == 3 else ALL
-        machine = known[costs["machine"]] if "machine" in costs else bent(known[THIS_MACHINE], **costs)
+        machine = (
+            known[costs["machine"]] if "machine" in costs else bent(known[THIS_MACHINE], **costs)
+        )
         policy = policy if policy in tables.policies(drafter) else FIXED
         place = position(frame, t, top_p)
-        moves = {"drafter": drafter, "sampling": place, "content": content, "policy": policy, "k": k}
+        moves = {
+            "drafter": drafter,
+            "sampling": place,
+            "content": content,
+            "policy": policy,
+            "k": k,
+        }
         move(frame, **moves, **{"machine": THIS_MACHINE} | costs)
         require_shown(frame, tables, Setting(drafter, t, content, policy, k, machine, top_p))
 
@@ -142,7 +167,9 @@ def test_a_kernel_moves_the_controls_and_is_told_their_positions(page, shipped):
     wanted |= {"temperature": 0.4, "top_p": 1}
     page.evaluate("place => move(place)", wanted)
     place = page.evaluate("place")
-    assert {name: place[name] for name in wanted} == wanted and place["_machine"]["drafter"] == drafter
+    assert {name: place[name] for name in wanted} == wanted and place["_machine"][
+        "drafter"
+    ] == drafter
     assert page.evaluate("look().setting.k") == 5 and text(page, "line").startswith("Round 3 of ")
     page.evaluate("place => move(place)", wanted | {"drafter": "none"})
     assert page.evaluate("place.drafter") == stored(SHIPPED).trace.recordings[0].drafter
@@ -188,7 +215,14 @@ def test_a_drafter_pays_only_if_faster_than_the_fastest_plain_decoding(page, shi
 
 def use_machine(page, folder, name, **fields) -> None:
     """Load a row of `specnb bench` into the page."""
-    row = {"machine": "mine", "engine": "torch", "dtype": "float32", "at8": 1.5, "c": 0.1, "busy": False}
+    row = {
+        "machine": "mine",
+        "engine": "torch",
+        "dtype": "float32",
+        "at8": 1.5,
+        "c": 0.1,
+        "busy": False,
+    }
     (folder / name).write_text(json.dumps(row | fields))
     page.locator("#file").set_input_files(folder / name)
     page.wait_for_function("name => document.querySelector('#machine').value === name", arg=name)

@@ -20,7 +20,11 @@ from specnb.measure.cost import NAMED, THIS_MACHINE, CostCurve
 from specnb.params import AdaptiveKParams
 
 SMALL = AdaptiveKParams(
-    categories=["code", "prose"], prompts_per_category=2, live_prompts=1, max_new_tokens=24, conversations=1
+    categories=["code", "prose"],
+    prompts_per_category=2,
+    live_prompts=1,
+    max_new_tokens=24,
+    conversations=1,
 )
 SPOKEN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
@@ -54,19 +58,31 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
     plain = [g for g in study.record.generations if not g.k]
     turns = [f"turns.switching-01-{n}" for n in (1, 2, 3, 4)]
     texts = ["code-01", "code-02", "prose-01", "prose-02", *turns]
-    assert [g.prompt_id for g in plain] == [*texts, "code-01", "prose-01"]  # the last two next to live runs
+    assert [g.prompt_id for g in plain] == [
+        *texts,
+        "code-01",
+        "prose-01",
+    ]  # the last two next to live runs
     assert len(study.trace.recordings) == 8 * 2
     check = adaptive_k.live_check(study)
-    assert len(check) == 2 * (4 + 5) and set(check["content"]) == {"code", "prose"}  # lookup has no confidence
+    assert len(check) == 2 * (4 + 5) and set(check["content"]) == {
+        "code",
+        "prose",
+    }  # lookup has no confidence
     lookup = check[check["drafter"].str.startswith("lookup")]
     assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 
 
 def test_every_controller_and_the_router_also_run_live(study):
     speeds = adaptive_k.controller_speeds(study.record, adaptive_k.live_check(study))
-    assert len(speeds) == 1 + 4 + 5 + 1 and (speeds["n_prompts"] == 2).all() and (speeds["identical"] == 2).all()
     assert (
-        speeds["speedup"].is_monotonic_decreasing and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
+        len(speeds) == 1 + 4 + 5 + 1
+        and (speeds["n_prompts"] == 2).all()
+        and (speeds["identical"] == 2).all()
+    )
+    assert (
+        speeds["speedup"].is_monotonic_decreasing
+        and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
     )
     assert set(speeds.loc[speeds["predicted"].isna(), "controller"]) == {"plain decoding", "router"}
     assert speeds["low"].isna().all()  # too few prompts for an interval
@@ -86,16 +102,24 @@ def test_speeds_are_relative_to_the_best_fixed_k_and_oracles_are_no_slower(study
 
 def test_claims_are_judged_by_relative_speeds_over_prompts(study):
     rows = study.record.measurements["replay"]
-    assert all(row["speedup"] > 0 and len(row["seconds"]) in (2, 4) for row in rows if row["kind"] != "oracle")
+    assert all(
+        row["speedup"] > 0 and len(row["seconds"]) in (2, 4)
+        for row in rows
+        if row["kind"] != "oracle"
+    )
     values = claims.values_of(study.record, {"worst": adaptive_k.worst(study.record)})
     assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
 
 
 def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(study):
     rows, record = study.record.measurements["routed"], study.record
-    assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (1 + len(NAMED))
+    assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (
+        1 + len(NAMED)
+    )
     for row in rows:
-        assert sum(row["best_s"]) <= sum(row["plain_s"]) and len(row["best_s"]) == len(row["seconds"])
+        assert sum(row["best_s"]) <= sum(row["plain_s"]) and len(row["best_s"]) == len(
+            row["seconds"]
+        )
     texts = {recording.prompt_id: recording.n_tokens for recording in study.trace.recordings}
     tokens = sum(n - 1 for n in texts.values())
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
@@ -106,7 +130,11 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
         assert sum(row["seconds"]) <= (1 + EPS) * plain_s + (GRACE + overrun) * plain_s / tokens
     assert adaptive_k.routed(record).shape == (len(rows), 4)
     frame = adaptive_k.stream(study, THIS_MACHINE)
-    assert frame["token"].is_monotonic_increasing and frame["n"].sum() >= tokens and (frame["speed"] > 0).all()
+    assert (
+        frame["token"].is_monotonic_increasing
+        and frame["n"].sum() >= tokens
+        and (frame["speed"] > 0).all()
+    )
     assert np.isfinite(frame["speed"]).all()  # JSON has no infinity
     assert len(adaptive_k.mixed_stream(frame, THIS_MACHINE).data) == 1 + frame["arm"].nunique()
 
@@ -114,7 +142,10 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
 def test_one_controller_processes_all_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = adaptive_k.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
-    assert frame.groupby("policy")["token"].is_monotonic_increasing.all() and frame["token"].max() > 3 * 24
+    assert (
+        frame.groupby("policy")["token"].is_monotonic_increasing.all()
+        and frame["token"].max() > 3 * 24
+    )
     names = [line.name for line in adaptive_k.k_over_time(frame, drafter).data]
     assert names == ["rolling acceptance (field report)", "cost-aware"]
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))

@@ -14,13 +14,20 @@ from specnb.params import CompatibilityParams
 from tests.chapters.test_adaptive_k import reading
 
 SMALL = CompatibilityParams(
-    target="t", draft="turned", draft_model="d", families=["half"], prompts_per_category=1, max_new_tokens=20
+    target="t",
+    draft="turned",
+    draft_model="d",
+    families=["half"],
+    prompts_per_category=1,
+    max_new_tokens=20,
 )
 
 
 def family(name, *pieces):
     vocab = Vocabulary(pieces=tuple(p.encode() for p in pieces), kind="toy")
-    return Description(name=name, source="test", vocab=vocab, n_tokens=len(pieces), vocab_size=len(pieces))
+    return Description(
+        name=name, source="test", vocab=vocab, n_tokens=len(pieces), vocab_size=len(pieces)
+    )
 
 
 FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abcdxyzuv")}
@@ -28,7 +35,11 @@ FAMILIES = {"turned": family("turned", *"gfedcba"), "half": family("half", *"abc
 
 @pytest.fixture
 def models(monkeypatch):
-    opened = {"t": reading(name="t"), "d": reading(sharpness=1.0, name="d"), "e": reading(order=1, name="e")}
+    opened = {
+        "t": reading(name="t"),
+        "d": reading(sharpness=1.0, name="d"),
+        "e": reading(order=1, name="e"),
+    }
     monkeypatch.setattr(compatibility, "load", opened.__getitem__)
     monkeypatch.setattr(compatibility, "describe", FAMILIES.__getitem__)
     monkeypatch.setattr(compatibility, "opens", opened.__contains__)
@@ -40,26 +51,52 @@ def test_every_prompt_runs_with_each_vocabulary_and_is_counted(models):
     record = compatibility.run_trial(SMALL, progress=lambda *step: seen.append(step))
     rows = record.measurements["trial"]
     assert [r["vocabulary"] for r in rows] == [compatibility.OWN_VOCABULARY, "turned", "half"]
-    assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {8}
-    assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [1, 1, 0]
+    assert [done for done, _, _ in seen] == list(range(8)) and {total for _, total, _ in seen} == {
+        8
+    }
+    assert len(record.generations) == 2 * 4 and [m.close.call_count for m in models.values()] == [
+        1,
+        1,
+        0,
+    ]
     assert all(r["same_text"] and 0 <= r["accepted"] <= r["drafted"] for r in rows)
     own, turned, half = rows
     assert own["translated"] == "not needed" and own["pieces_shared"] == 1
-    assert turned["translated"] == "tokens" and turned["accepted"] == own["accepted"], "only the ids are others"
-    assert half["pieces_shared"] == pytest.approx(4 / 7) and half["acceptance_rate"] < own["acceptance_rate"]
+    assert turned["translated"] == "tokens" and turned["accepted"] == own["accepted"], (
+        "only the ids are others"
+    )
+    assert (
+        half["pieces_shared"] == pytest.approx(4 / 7)
+        and half["acceptance_rate"] < own["acceptance_rate"]
+    )
     by_drafter = {g.drafter: g for g in record.generations}
     assert by_drafter["d as half"].translation.startswith(half["translated"])
     runs = [g for g in record.generations if g.drafter == "d"]
     assert all(r["speedup"] > 0 and r["low"] is None and r["verdict"] == "undecided" for r in rows)
-    assert own["tau"] == pytest.approx(sum(g.tau * len(g.rounds) for g in runs) / sum(len(g.rounds) for g in runs))
+    assert own["tau"] == pytest.approx(
+        sum(g.tau * len(g.rounds) for g in runs) / sum(len(g.rounds) for g in runs)
+    )
     assert all(0 <= r["in_reach"] <= 1 and r["tau"] <= r["tau_bound"] + 1e-9 for r in rows)
-    assert own["predicted_rate"] == pytest.approx(own["acceptance_rate"], abs=0.1), "the same run, as one number"
+    assert own["predicted_rate"] == pytest.approx(own["acceptance_rate"], abs=0.1), (
+        "the same run, as one number"
+    )
     # toys cannot encode the ordinary text, so its reach is unknown and nothing is predicted
-    assert turned["text_shared"] is half["text_shared"] is turned["predicted_rate"] is half["predicted_tau"] is None
-    assert turned["in_reach"] == 1.0 > half["in_reach"] > 0 and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
+    assert (
+        turned["text_shared"]
+        is half["text_shared"]
+        is turned["predicted_rate"]
+        is half["predicted_tau"]
+        is None
+    )
+    assert (
+        turned["in_reach"] == 1.0 > half["in_reach"] > 0
+        and half["tau_bound"] < turned["tau_bound"] == 1 + SMALL.k
+    )
     table = pd.DataFrame(rows).assign(text_shared=[1.0, 1.0, 0.5])
     measured, predicted, _ = compatibility.overlap_against_acceptance(table).data
-    assert list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
+    assert (
+        list(measured.text) == table["vocabulary"].tolist() and min(measured.error_y.arrayminus) > 0
+    )
     assert [name for name, y in zip(predicted.text, predicted.y, strict=True) if y == y] == [
         compatibility.OWN_VOCABULARY
     ]
@@ -68,14 +105,20 @@ def test_every_prompt_runs_with_each_vocabulary_and_is_counted(models):
 def test_a_draft_with_weights_runs_as_a_model_without_a_prediction(models):
     record = compatibility.run_trial(SMALL.model_copy(update={"draft": "e", "families": []}))
     own, other = record.measurements["trial"]
-    assert other["vocabulary"] == "e" and other["translated"] == "not needed" and other["predicted_rate"] is None
+    assert (
+        other["vocabulary"] == "e"
+        and other["translated"] == "not needed"
+        and other["predicted_rate"] is None
+    )
     assert {g.drafter for g in record.generations} == {"", "d", "e"}
     assert [m.close.call_count for m in models.values()] == [1, 1, 1]
     assert own["predicted_rate"] is not None and "e" in json.dumps(record.provenance["models"])
 
 
 def test_each_pair_is_drawn_with_the_letter_of_its_verdict():
-    figure = compatibility.verdicts(matrix([read_shelf(name) for name in ("mpt", "qwen2", "qwen2.5", "bert-bge")]))
+    figure = compatibility.verdicts(
+        matrix([read_shelf(name) for name in ("mpt", "qwen2", "qwen2.5", "bert-bge")])
+    )
     cells = figure.data[0]
     letters = {(y, x): text for y, x, text in zip(cells.y, cells.x, cells.text, strict=True)}
     assert letters["qwen2.5", "qwen2"].startswith("S") and letters["qwen2.5", "mpt"].startswith("T")

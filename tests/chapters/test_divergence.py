@@ -25,9 +25,15 @@ def wrong(study):
 
 def test_a_hypothesis_is_open_without_the_set_up_that_decides_it(wrong):
     guesses = divergence.tabulate_hypotheses(wrong)
-    assert set(guesses["planted_fault"]) == {"ruled out"} and set(guesses["reported_case"]) == {"unknown"}
-    few = replace(wrong, outcomes={name: outcome for name, outcome in wrong.outcomes.items() if name != "S4"})
-    assert divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "planted_fault"] == "open"
+    assert set(guesses["planted_fault"]) == {"ruled out"} and set(guesses["reported_case"]) == {
+        "unknown"
+    }
+    few = replace(
+        wrong, outcomes={name: outcome for name, outcome in wrong.outcomes.items() if name != "S4"}
+    )
+    assert (
+        divergence.tabulate_hypotheses(few).set_index("setup").loc["S4", "planted_fault"] == "open"
+    )
 
 
 def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
@@ -43,7 +49,10 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
     for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):
         assert before[value]["verdict"] == after[value]["verdict"] == "undecided"
         assert before[value]["note"] == "for the planted fault: corrected"
-        assert after[value]["note"] == before[value]["note"].replace("corrected", "reproduced") or value == "foreign"
+        assert (
+            after[value]["note"] == before[value]["note"].replace("corrected", "reproduced")
+            or value == "foreign"
+        )
     assert before["at_bank_0"]["note"] == "for the planted fault: reproduced"
     assert before["banks_alone"]["verdict"] == "undecided"
     few = replace(wrong, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
@@ -55,10 +64,17 @@ def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
     table = gallery.table
     assert table["module_right"].all() and table["cause_right"].all()
     assert table["verdict"].tolist() == ["DIVERGENT", "PRECISION_ONLY"]
-    assert table["named_module"].tolist() == table["planted_module"].tolist() == ["layers.0.self_attn", "-"]
+    assert (
+        table["named_module"].tolist()
+        == table["planted_module"].tolist()
+        == ["layers.0.self_attn", "-"]
+    )
     shapes = divergence.gallery_figure(gallery).layout.shapes
     (frame,) = (shape for shape in shapes if shape.type == "rect")
-    assert round(frame.y0 + 0.42) == 0 and gallery.strips.columns[round(frame.x0 + 0.5)] == "layers.0.self_attn"
+    assert (
+        round(frame.y0 + 0.42) == 0
+        and gallery.strips.columns[round(frame.x0 + 0.5)] == "layers.0.self_attn"
+    )
     record = study.record()
     assert record.model_dump_json() and record.measurements["investigation"]["line"] == wrong.line
     assert [row["fault"] for row in record.measurements["gallery"]] == PARAMS.gallery

@@ -15,9 +15,14 @@ from specnb.params import LeagueParams
 from tests.chapters.test_adaptive_k import reading
 
 PARAMS = LeagueParams(
-    drafters=["lookup", "self", "jump", "auto"], pack_prompts=0, categories=["code", "prose"], prompts_per_category=3,
-    live_prompts=2, max_new_tokens=12, k_max=4,
-)  # fmt: skip
+    drafters=["lookup", "self", "jump", "auto"],
+    pack_prompts=0,
+    categories=["code", "prose"],
+    prompts_per_category=3,
+    live_prompts=2,
+    max_new_tokens=12,
+    k_max=4,
+)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +34,9 @@ def record():
             raise InputError("no shipped heads")
         if name == "auto":
             return LoadedDrafter(Router([Arm(LookupDrafter(), 4)], [0.0, 1.0, 1.1, 1.2, 1.3, 1.4]))
-        return LoadedDrafter(LookupDrafter() if name == "lookup" else ModelDrafter(reading(name="copy")))
+        return LoadedDrafter(
+            LookupDrafter() if name == "lookup" else ModelDrafter(reading(name="copy"))
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experiment, "load", lambda *_args, **_options: target)
@@ -39,7 +46,10 @@ def record():
 
 
 def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(record):
-    assert record.measurements["left_out"].keys() == {"jump"} and len(record.measurements["names"]) == 3
+    assert (
+        record.measurements["left_out"].keys() == {"jump"}
+        and len(record.measurements["names"]) == 3
+    )
     rows = record.measurements["replay"]["rows"]
     assert len(rows) == 6 * 2 * 2 * 4 + 6 * 2 and len(record.measurements["alphas"]) == 6 * 2 * 2
     live = [g for g in record.generations if g.drafter and not g.drafter.startswith("auto")]
@@ -57,7 +67,10 @@ def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(recor
     assert table["speedup"].is_monotonic_decreasing and (table["over_fastest"] > 0).all()
     assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
-    assert league.compare_contents(record, 0.7).groupby("content").size().to_dict() == {"code": 3, "prose": 3}
+    assert league.compare_contents(record, 0.7).groupby("content").size().to_dict() == {
+        "code": 3,
+        "prose": 3,
+    }
     values = claims.values_of(record, {"ranks": table})
     assert values["itself"].n == 4 and values["trained"].n == 0
     assert league.draw_contents(league.compare_contents(record, 0.0)).data
@@ -70,7 +83,9 @@ def test_the_break_even_line_is_drawn_and_cross_engine_drafters_are_marked(recor
     measured = record.measurements | {"c_across_engines": across}
     line, *marks = league.draw_region(record.model_copy(update={"measurements": measured})).data
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=line.x[25])
-    assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[25] == pytest.approx(0.5)
+    assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[
+        25
+    ] == pytest.approx(0.5)
     points = {mark.name: (mark.x[0], mark.y[0]) for mark in marks}
     cs = record.measurements["cs"]
     assert points.keys() == {"prompt lookup", "quantized copy*"}

@@ -13,14 +13,23 @@ from tests.tiny_models import FAMILIES, torch_model
 KIB, MIB = 1 << 10, 1 << 20
 
 STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
-WIDTHS = {"linear_value_head_dim": 12, "linear_num_value_heads": 4, "conv_kernel": 5, "conv_L_cache": 5} | STATES
+WIDTHS = {
+    "linear_value_head_dim": 12,
+    "linear_num_value_heads": 4,
+    "conv_kernel": 5,
+    "conv_L_cache": 5,
+} | STATES
 """Distinct sizes, so that confusing two is an error."""
-MODELS = [family for family in state_memory.KINDS if family in FAMILIES]  # the others share a row with them
+MODELS = [
+    family for family in state_memory.KINDS if family in FAMILIES
+]  # the others share a row with them
 
 
 def tiny(family):
     known = AutoConfig.for_model(family).to_dict()
-    return torch_model(family, **{name: size for name, size in WIDTHS.items() if name in known}).eval()
+    return torch_model(
+        family, **{name: size for name, size in WIDTHS.items() if name in known}
+    ).eval()
 
 
 config_of = AutoConfig.for_model
@@ -67,10 +76,12 @@ def test_models_are_sized_by_name_or_config():
     """For a composite config, the text part is used."""
     composite = config_of("qwen3_5")
     assert sizes_of(composite) == sizes_of(composite.text_config)
-    table = state_memory.of_models(state_memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(["model", "quantity"])[
-        "n_bytes"
-    ]
-    assert table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4 and table["tiny-hybrid", "state S"] > 0
+    table = state_memory.of_models(state_memory.parts, ["mamba-2.8b", "tiny-hybrid"]).set_index(
+        ["model", "quantity"]
+    )["n_bytes"]
+    assert (
+        table["mamba-2.8b", "window R"] == 64 * 5120 * 3 * 4 and table["tiny-hybrid", "state S"] > 0
+    )
     for name in ("no/such/folder", "smollm2-135m"):
         with pytest.raises(InputError, match=name):
             state_memory.find_config(name)

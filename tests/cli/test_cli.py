@@ -26,15 +26,27 @@ from tests.conftest import errors
 def is_mistake(result, *parts):
     """Require exit code 2, an empty stdout, and one line on stderr that contains `parts`."""
     code, out, err = result
-    assert code == 2 and out == "" and err.startswith("specnb: ") and err.count("\n") == 1 and err.endswith("\n"), err
+    assert (
+        code == 2
+        and out == ""
+        and err.startswith("specnb: ")
+        and err.count("\n") == 1
+        and err.endswith("\n")
+    ), err
     assert "Traceback" not in err and all(part in err for part in parts), err
 
 
 def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
-    assert code == 0 and "needs translation" in out and "llama.cpp: refuses: add_bos True and False" in out
-    document = json.loads(specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")[1])
+    assert (
+        code == 0
+        and "needs translation" in out
+        and "llama.cpp: refuses: add_bos True and False" in out
+    )
+    document = json.loads(
+        specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")[1]
+    )
     assert (document["verdict"], document["way"]) == ("works with slicing", "slicing")
     assert document["llama_cpp"]["accepts"] is True and document["findings"][0]["remedy"]
     rows = json.loads(specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")[1])
@@ -45,20 +57,39 @@ def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, 
 @pytest.mark.model
 def test_describe_reports_whether_a_model_opens_and_its_drafters(specnb):
     facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
-    assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == ("yes", "llama.cpp", "attention", 30)
+    assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == (
+        "yes",
+        "llama.cpp",
+        "attention",
+        30,
+    )
     assert facts["certificate"] and facts["weights"].startswith("of the shipped q4_1 file; KL")
-    assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"] and facts["drafts"]
+    assert (
+        facts["rewind"] in facts["strategies"]
+        and "smollm2-135m-medusa" in facts["heads"]
+        and facts["drafts"]
+    )
     facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
-    assert facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
+    assert (
+        facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
+    )
 
 
 @pytest.mark.parametrize("widest", [9, 64])
-def test_certify_prints_a_certificate_and_exits_with_one_if_it_is_below_64(specnb, tiny, monkeypatch, widest):
-    specnb("describe", "--certify", tiny)  # opening it probes and caches the certificate, which must be the true one
-    monkeypatch.setattr("specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths)))
+def test_certify_prints_a_certificate_and_exits_with_one_if_it_is_below_64(
+    specnb, tiny, monkeypatch, widest
+):
+    specnb(
+        "describe", "--certify", tiny
+    )  # opening it probes and caches the certificate, which must be the true one
+    monkeypatch.setattr(
+        "specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths))
+    )
     code, out, _ = specnb("describe", "--certify", tiny, "--json")
     found = json.loads(out)
-    assert code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
+    assert (
+        code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
+    )
     assert set(found) == {"model", "same_bits_up_to", "certificate", "exact_by"}
 
 
@@ -94,7 +125,9 @@ def test_a_terminal_shows_accepted_draft_tokens_in_green(specnb, models, monkeyp
     piped = specnb(*FIVE, "6")[1]
     monkeypatch.setenv("FORCE_COLOR", "1")
     shown = specnb(*FIVE, "6")[1]
-    green = [part.partition("\x1b[0m")[0] for part in shown.partition("\n")[0].split("\x1b[32m")[1:]]
+    green = [
+        part.partition("\x1b[0m")[0] for part in shown.partition("\n")[0].split("\x1b[32m")[1:]
+    ]
     assert piped.startswith("cdeabc\n") and "\x1b" not in piped
     assert re.sub(r"\x1b\[\d+m", "", shown).startswith("cdeabc\n") and green == [*"cdeb"]
 
@@ -106,8 +139,15 @@ def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(specnb,
     code, out, err = specnb(*FIVE, "10", "--baseline", "--json")
     document = json.loads(out)
     assert code == 0 and errors(err) == [] and "five" in err and out.count("\n") == 1
-    assert list(document) == ["generation", "baseline", "summary", "triage"] and document["triage"] is None
-    assert document["generation"]["token_ids"] == document["baseline"]["token_ids"] == [2, 3, 4, 0, 1] * 2
+    assert (
+        list(document) == ["generation", "baseline", "summary", "triage"]
+        and document["triage"] is None
+    )
+    assert (
+        document["generation"]["token_ids"]
+        == document["baseline"]["token_ids"]
+        == [2, 3, 4, 0, 1] * 2
+    )
     facts = {"identical": True, "fork": None, "acceptance_rate": 1.0, "n_tokens": 10}
     assert facts.items() <= document["summary"].items() and document["summary"]["speedup"] > 0
 
@@ -115,14 +155,22 @@ def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(specnb,
 @pytest.fixture
 def idle(monkeypatch):
     """Report that no other process is busy."""
-    monkeypatch.setattr(doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", ""))
+    monkeypatch.setattr(
+        doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", "")
+    )
 
 
-TIMING = ["generate x --baseline --target absent.gguf", "bench absent.gguf", "bench absent.gguf lookup",
-          "bench absent.gguf d --page p.html"]  # fmt: skip
+TIMING = [
+    "generate x --baseline --target absent.gguf",
+    "bench absent.gguf",
+    "bench absent.gguf lookup",
+    "bench absent.gguf d --page p.html",
+]
 
 
-@pytest.mark.parametrize("words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"])
+@pytest.mark.parametrize(
+    "words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"]
+)
 def test_every_timing_command_warns_first_that_the_machine_is_busy(specnb, monkeypatch, words):
     busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
     monkeypatch.setattr(doctor, "check_load", lambda: busy)
@@ -154,7 +202,11 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream
 
 
 def test_lab_opens_copies_with_working_links_and_never_replaces_one(specnb, monkeypatch, tmp_path):
-    for path, text in {"notebooks/00_a.ipynb": "a", "notebooks/01_b.ipynb": "b", "figures/f.html": "f"}.items():
+    for path, text in {
+        "notebooks/00_a.ipynb": "a",
+        "notebooks/01_b.ipynb": "b",
+        "figures/f.html": "f",
+    }.items():
         write_atomic(tmp_path / path, text.encode())
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
     for module in (sys.modules["specnb.cli.app"], notebook):
@@ -163,12 +215,19 @@ def test_lab_opens_copies_with_working_links_and_never_replaces_one(specnb, monk
     monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 7)
     folder = tmp_path / "results/lab/notebooks"
     options = ["--allow-root", "--no-browser", "--port", "8888"]
-    for words, name in (([], "00_a"), (["01"], "01_b"), (options, "00_a"), (["01", *options], "01_b")):
+    for words, name in (
+        ([], "00_a"),
+        (["01"], "01_b"),
+        (options, "00_a"),
+        (["01", *options], "01_b"),
+    ):
         assert specnb("lab", *words) == (7, "", "")
         root, *opened = called.pop()[4:]
         assert str(folder.parent) in root
         assert opened == [str(folder / f"{name}.ipynb"), *[word for word in words if word != "01"]]
-    assert (folder / "../figures/f.html").read_text() == "f" and (folder / "01_b.ipynb").read_text() == "b"
+    assert (folder / "../figures/f.html").read_text() == "f" and (
+        folder / "01_b.ipynb"
+    ).read_text() == "b"
     copy = folder / "00_a.ipynb"
     copy.write_text("mine")
     assert specnb("lab")[2] == ""
@@ -181,7 +240,9 @@ def test_lab_opens_copies_with_working_links_and_never_replaces_one(specnb, monk
 
 
 def test_control_sequences_and_unencodable_characters_are_escaped(specnb, open_with, monkeypatch):
-    hostile = toy.ToyLM(toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x")))
+    hostile = toy.ToyLM(
+        toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x"))
+    )
     open_with(lambda name: hostile)
     words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
@@ -199,9 +260,15 @@ def runs(monkeypatch):
 
     def run_notebook(path, params, **options):
         noted.append((path.stem, params))
-        error = {"kind": "KeyError", "message": "'x'", "cell": 2} if path.stem.startswith("bad") else None
+        error = (
+            {"kind": "KeyError", "message": "'x'", "cell": 2}
+            if path.stem.startswith("bad")
+            else None
+        )
         status = "failed" if error else "completed"
-        return NotebookOutcome(path.name, "0", "r", params, status, error, "", "", 1.0, "notebook.ipynb")
+        return NotebookOutcome(
+            path.name, "0", "r", params, status, error, "", "", 1.0, "notebook.ipynb"
+        )
 
     monkeypatch.setattr(engine, "run_notebook", run_notebook)
     monkeypatch.setattr(notebook, "find_notebook", Path)
@@ -210,25 +277,37 @@ def runs(monkeypatch):
     return noted
 
 
-@pytest.mark.parametrize(("words", "params"), [
-    (["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"], {"ks": [2, 4], "target": "smollm2-135m"}),
-    (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
-    (["-p", "seed", "-1"], {"seed": -1}),
-    (["-p", "target", ""], {"target": ""}),
-    ([], {}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "params"),
+    [
+        (
+            ["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"],
+            {"ks": [2, 4], "target": "smollm2-135m"},
+        ),
+        (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
+        (["-p", "seed", "-1"], {"seed": -1}),
+        (["-p", "target", ""], {"target": ""}),
+        ([], {}),
+    ],
+)
 def test_parameters_are_one_or_two_words_before_or_after_the_name(specnb, runs, words, params):
     for line in (["01_a", *words], [*words, "01_a"]):
         assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
-def test_no_name_runs_all_in_order_also_after_a_failure_and_invalid_parameters_none(specnb, runs, idle):
+def test_no_name_runs_all_in_order_also_after_a_failure_and_invalid_parameters_none(
+    specnb, runs, idle
+):
     for words in (["-p", "ks"], ["-p", "ks", "1", "-p", "ks=2"]):
         is_mistake(specnb("run", "01_a", *words), "'ks'")
     is_mistake(specnb("run", "-p", "k", "1"), "-p is for one notebook, but 2 are to run")
     assert runs == [] and specnb("run")[0] == 0 and [name for name, _ in runs] == ["01_a", "02_b"]
     code, out, err = specnb("run", "01_a", "bad_one", "02_b", "--json")
-    assert code == 1 and [o["status"] for o in json.loads(out)] == ["completed", "failed", "completed"]
+    assert code == 1 and [o["status"] for o in json.loads(out)] == [
+        "completed",
+        "failed",
+        "completed",
+    ]
     assert err.splitlines() == ["specnb: bad_one: cell 2 (from 0): KeyError: 'x'"]
 
 
@@ -236,7 +315,16 @@ def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     rows = json.loads(specnb("models", "--json")[1])
     assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
-    assert set(rows[0]) == {"name", "source", "licence", "n_bytes", "present", "path", "parameters", "roles"}
+    assert set(rows[0]) == {
+        "name",
+        "source",
+        "licence",
+        "n_bytes",
+        "present",
+        "path",
+        "parameters",
+        "roles",
+    }
     out = specnb("models")[1]
     assert "Apache-2.0" in out and "facts only" in out
 
@@ -244,14 +332,20 @@ def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
 LONG = "Qwen2.5-Coder-32B-Instruct-Q4_K_M.gguf"
 TABLES = {
     "an id beside long text": (["run_id", "params"], [["f3d1bcdd9791", "seed=1, " * 30]], []),
-    "a name and five columns of text": (["name", *"abcde"], [[LONG, *["some words, and more"] * 5]], ["c", "d", "e"]),
+    "a name and five columns of text": (
+        ["name", *"abcde"],
+        [[LONG, *["some words, and more"] * 5]],
+        ["c", "d", "e"],
+    ),
     "two long names": (["target", "draft", "c"], [[f"{LONG[:-5]}x", LONG, 0.25]], ["c"]),
     "nothing": (["name"], [], []),
 }
 
 
 @pytest.mark.parametrize(("columns", "rows", "left_out"), TABLES.values(), ids=TABLES)
-def test_a_narrow_table_keeps_the_first_column_and_names_omitted_columns(capsys, monkeypatch, columns, rows, left_out):
+def test_a_narrow_table_keeps_the_first_column_and_names_omitted_columns(
+    capsys, monkeypatch, columns, rows, left_out
+):
     monkeypatch.setenv("COLUMNS", "80")
     show.print_table("title [b]", columns, rows)
     title, *lines = capsys.readouterr().out.splitlines()
@@ -266,14 +360,26 @@ def test_a_command_of_an_earlier_version_names_its_replacement(specnb, old):
     is_mistake(specnb(*old.split(), "x"), f"specnb {MOVED[old]}")
 
 
-@pytest.mark.parametrize("words", ["lookup suffix --row r", "--row r", "d --page p --heads-checkpoint h", "--page p",
-                                   "lookup --row r --categories code"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "lookup suffix --row r",
+        "--row r",
+        "d --page p --heads-checkpoint h",
+        "--page p",
+        "lookup --row r --categories code",
+    ],
+)
 def test_unsupported_output_options_are_refused_before_measuring(specnb, idle, monkeypatch, words):
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
-    is_mistake(specnb("bench", "absent.gguf", *words.split()), words[words.index("--") :].split()[0])
+    is_mistake(
+        specnb("bench", "absent.gguf", *words.split()), words[words.index("--") :].split()[0]
+    )
 
 
-def test_bench_prints_one_document_and_forward_passes_without_a_drafter(specnb, idle, monkeypatch, tmp_path):
+def test_bench_prints_one_document_and_forward_passes_without_a_drafter(
+    specnb, idle, monkeypatch, tmp_path
+):
     monkeypatch.setattr("specnb.measure.machines.RATES", {"n_prompt": 4, "n_gen": 2, "repeats": 1})
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: toy.cyclic(5))
     mine = [json.dumps({"id": f"p{i}", "category": "mine", "text": "ab"}) for i in range(2)]
@@ -282,7 +388,10 @@ def test_bench_prints_one_document_and_forward_passes_without_a_drafter(specnb, 
     sizes = ["--prompts-per-category", "2", "--k", "2", "--max-new-tokens", "4"]
     words = ["bench", "five", "--prompts", str(file), *sizes]
     document = json.loads(specnb(*words, "lookup", "--json")[1])
-    assert set(document) == {"target", "rates", "verify_curve", "pairs", "rows"} and not document["rows"]
+    assert (
+        set(document) == {"target", "rates", "verify_curve", "pairs", "rows"}
+        and not document["rows"]
+    )
     assert document["pairs"][0]["table"][1]["n_prompts"] == 2
     assert "T(n)/T(1)" in specnb(*words)[1]
 
@@ -292,7 +401,8 @@ def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb
     assert specnb("--help")[1].count("\n") <= 40
     for command in ("generate", "bench", "sweep", "heads train", "divergence investigate"):
         usual, every = (
-            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])}) for word in ("--help", "--help-all")
+            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])})
+            for word in ("--help", "--help-all")
         )
         assert usual - 1 <= 12 and every >= usual, command
 
@@ -303,7 +413,9 @@ def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok,
     monkeypatch.setattr(doctor, "diagnose", lambda decode: [found])
     code, out, _ = specnb("check", "--json")
     assert code == expected and json.loads(out) == [found._asdict()]
-    assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb("check", "-v")[1]
+    assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb(
+        "check", "-v"
+    )[1]
 
 
 def test_the_log_of_another_engine_is_judged_for_a_machine(specnb):
@@ -315,9 +427,16 @@ def test_the_log_of_another_engine_is_judged_for_a_machine(specnb):
 
 
 def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb, idle):
-    for words in ("generat", "generate --targett x", "models --get", "generate x --max-new-tokens 0"):
+    for words in (
+        "generat",
+        "generate --targett x",
+        "models --get",
+        "generate x --max-new-tokens 0",
+    ):
         result = CliRunner().invoke(cli.app, words.split())
         assert result.exit_code == 2 and "Usage" in result.output
-    is_mistake(specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'")
+    is_mistake(
+        specnb("heads", "convert", "smollm2-135m-hydra", "--to", "vlm", "--out", "x"), "'vlm'"
+    )
     words = ("bench", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
     is_mistake(specnb(*words), "heads_checkpoint")

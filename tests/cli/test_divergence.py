@@ -29,7 +29,12 @@ def investigate(specnb):
 
 def test_a_sound_draft_is_exit_code_zero(investigate):
     code, out, _ = investigate("--setups", "S0")
-    assert code == 0 and out.startswith("SOUND: ") and "50 of 50 modules" in out and "Causes" not in out
+    assert (
+        code == 0
+        and out.startswith("SOUND: ")
+        and "50 of 50 modules" in out
+        and "Causes" not in out
+    )
 
 
 SERVICE = """
@@ -62,7 +67,9 @@ def service(tmp_path, monkeypatch):
 
 
 def test_a_users_service_in_the_current_directory_is_used_and_may_print(investigate, service):
-    code, out, err = investigate(*SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json")
+    code, out, err = investigate(
+        *SHORT, "--deploy", "my_service:deploy", "--setups", "S2", "--json"
+    )
     assert code == 1 and json.loads(out)["causes"][0]["cause"] == "IDENTITY" and "so it may" in err
 
 
@@ -84,7 +91,9 @@ def test_a_users_service_in_the_current_directory_is_used_and_may_print(investig
         ("--deploy my_service:crashes --setups S0", 125, "ZeroDivisionError: in the kernel"),
     ],
 )
-def test_invalid_options_and_failures_are_one_line_and_give_no_verdict(investigate, service, words, code, value):
+def test_invalid_options_and_failures_are_one_line_and_give_no_verdict(
+    investigate, service, words, code, value
+):
     got, out, err = investigate(*SHORT, *words.split())
     assert got == code and out == "" and [value in line for line in errors(err)] == [True]
     assert ("Traceback" in err) == ("crashes" in words)
@@ -94,7 +103,9 @@ def test_users_models_are_opened_in_torch(investigate, tiny, tmp_path, monkeypat
     """For a GGUF file, torch runs other code than llama.cpp; the command says so."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     draft = str(llama_gguf(tmp_path / "draft.gguf"))
-    code, out, err = investigate(*SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json")
+    code, out, err = investigate(
+        *SHORT, "--draft", draft, "--target", tiny, "--setups", "S0,S3", "--json"
+    )
     assert f"{draft} is dequantized and opened in torch here" in errors(err)[0]
     document = json.loads(out)
     assert code == 0 and document["verdict"] in ("SOUND", "PRECISION_ONLY"), err
@@ -136,10 +147,16 @@ def test_an_audit_is_sound_or_inconclusive_or_names_the_fault(audit, tmp_path):
     assert code == 0 and out.startswith("sound: ") and all(name in out for name in STATISTICS)
     code, out, _ = audit("--draft", "draft", "--prompts", "1", "--json")
     document = json.loads(out)
-    assert code == document["exit_code"] == 125 and document["verdict"] == "inconclusive" and document["more"] > 100
+    assert (
+        code == document["exit_code"] == 125
+        and document["verdict"] == "inconclusive"
+        and document["more"] > 100
+    )
     assert [statistic["name"] for statistic in document["panel"]] == list(STATISTICS)
     with resampled_from_target():
-        (tmp_path / "p.jsonl").write_text('{"task_id": "a/1", "prompt": "ab"}\n{"task_id": "a/2", "prompt": "ba"}')
+        (tmp_path / "p.jsonl").write_text(
+            '{"task_id": "a/1", "prompt": "ab"}\n{"task_id": "a/2", "prompt": "ba"}'
+        )
         code, out, _ = audit("--draft", "draft", "--prompts", str(tmp_path / "p.jsonl"))
     assert code == 1 and out.startswith("wrong: token after a rejection")
 
@@ -149,16 +166,24 @@ def test_texts_of_another_engine_are_judged(specnb, monkeypatch, tmp_path):
     file = tmp_path / "texts.jsonl"
     for output, verdict, code in (([1, 2, 3], "identical", 0), ([1, 3, 4], "hard", 1)):
         file.write_text(json.dumps({"prompt": [0], "output": output}))
-        got, out, _ = specnb("divergence", "audit-text", str(file), "--target", "a", "--other", "b", "--json")
+        got, out, _ = specnb(
+            "divergence", "audit-text", str(file), "--target", "a", "--other", "b", "--json"
+        )
         assert (got, json.loads(out)["sources"][0]["verdict"]) == (code, verdict)
 
 
 def test_every_planted_fault_is_listed_with_its_options(specnb):
     code, out, _ = specnb("divergence", "faults", "--json")
     rows = {row["fault"]: row for row in json.loads(out)}
-    assert code == 0 and list(rows) == list(FAULTS) and rows["expert_scale"]["options"]["eps"] == 0.02
+    assert (
+        code == 0 and list(rows) == list(FAULTS) and rows["expert_scale"]["options"]["eps"] == 0.02
+    )
     case = rows["positional_registry"]
-    assert case["cause"] == "IDENTITY" and case["first"] == "layers.0.mlp.experts" and "vllm#33497" in case["issues"]
+    assert (
+        case["cause"] == "IDENTITY"
+        and case["first"] == "layers.0.mlp.experts"
+        and "vllm#33497" in case["issues"]
+    )
 
 
 # --- triage ---------------------------------------------------------------------------------------
@@ -169,14 +194,29 @@ def generate(specnb, open_with):
     """Run `specnb generate` with toys: a target, an identical draft, and a different one."""
     seeds = {"target": 1, "same": 1, "other": 2}
     open_with(lambda name, **options: toy.markov(SIZE, order=3, seed=seeds[name]))
-    words = ["generate", "--target", "target", "--prompt", "a", "--k", "4", "--max-new-tokens", "150", "--ignore-eog"]
+    words = [
+        "generate",
+        "--target",
+        "target",
+        "--prompt",
+        "a",
+        "--k",
+        "4",
+        "--max-new-tokens",
+        "150",
+        "--ignore-eog",
+    ]
     return partial(specnb, *words)
 
 
-@pytest.mark.parametrize("words", ["--draft other", "--draft same --baseline", "--drafter lookup", ""])
+@pytest.mark.parametrize(
+    "words", ["--draft other", "--draft same --baseline", "--drafter lookup", ""]
+)
 def test_a_draft_that_is_never_accepted_is_reported_in_one_line(generate, words):
     code, out, err = generate(*words.split(), "--json")
     triage = json.loads(out)["triage"]
-    remarks = [line for line in errors(err) if "busy" not in line]  # about the machine, not the draft
+    remarks = [
+        line for line in errors(err) if "busy" not in line
+    ]  # about the machine, not the draft
     expected = [f"specnb: {triage}"] if "other" in words else []
     assert code == 0 and remarks == expected and bool(triage) == bool(expected)

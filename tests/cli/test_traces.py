@@ -23,7 +23,9 @@ def write(specnb, tmp_path):
     """Return a function that captures into a folder and returns the printed document."""
 
     def written(name, *words):
-        code, out, err = specnb("divergence", "capture", *words, "--out", str(tmp_path / name), "--json")
+        code, out, err = specnb(
+            "divergence", "capture", *words, "--out", str(tmp_path / name), "--json"
+        )
         assert code == 0, err
         return json.loads(out)
 
@@ -31,21 +33,33 @@ def write(specnb, tmp_path):
 
 
 def steps(folder):
-    return [(step["first_position"], step["token_ids"]) for step in ModuleTrace.load(folder).facts["steps"]]
+    return [
+        (step["first_position"], step["token_ids"])
+        for step in ModuleTrace.load(folder).facts["steps"]
+    ]
 
 
-def test_two_captures_of_a_gguf_file_are_compared_by_the_suggested_commands(specnb, write, tmp_path, monkeypatch):
+def test_two_captures_of_a_gguf_file_are_compared_by_the_suggested_commands(
+    specnb, write, tmp_path, monkeypatch
+):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     file = str(llama_gguf(tmp_path / "llama.gguf"))
     first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
-    assert first["engine"] == "torch" and first["steps"] == 4 and first["rows"] > 100 and first["reads"] > 10
+    assert (
+        first["engine"] == "torch"
+        and first["steps"] == 4
+        and first["rows"] > 100
+        and first["reads"] > 10
+    )
     with closing(load(file, backend="hf")) as model:
         prompt, *after = first["token_ids"]
         assert prompt == model.encode("ab")
         plain = generate(model, prompt, max_new_tokens=3, ignore_eog=True).token_ids
     assert [token for ids in after for token in ids] == list(plain)
     changed = {"OTHER-MODEL": file, "OTHER": str(tmp_path / "b")}
-    again, then = ([changed.get(word, word) for word in shlex.split(line)][1:] for line in first["next"])
+    again, then = (
+        [changed.get(word, word) for word in shlex.split(line)][1:] for line in first["next"]
+    )
     code, out, _ = specnb(*again)
     assert code == 0 and f"next: {shlex.join(['specnb', *then])}" in out.splitlines()
     code, out, _ = specnb(*then)
@@ -67,16 +81,21 @@ def test_captured_tokens_are_fed_again_in_blocks_and_with_rollbacks(write, tiny,
     assert any(b < a for (a, _), (b, _) in pairwise(steps(tmp_path / "run")))
 
 
-@pytest.mark.parametrize(("words", "ids", "value"), [
-    (["--tokens", "ids", "--prompt", "x"], "1 2", "--prompt"),
-    (["--width", "5"], "", "--width 5"),
-    (["--out", "."], "", "--out"),
-    (["--max-new-tokens", "49"], "", "64 and 1 more"),
-    (["--tokens", "ids"], "", "feed"),
-    (["--tokens", "ids"], "1 2\n3 x4", "line 2"),
-    (["--tokens", "ids"], "1 99", "99"),
-])  # fmt: skip
-def test_invalid_options_are_one_line_and_leave_no_files(specnb, tiny, tmp_path, monkeypatch, words, ids, value):
+@pytest.mark.parametrize(
+    ("words", "ids", "value"),
+    [
+        (["--tokens", "ids", "--prompt", "x"], "1 2", "--prompt"),
+        (["--width", "5"], "", "--width 5"),
+        (["--out", "."], "", "--out"),
+        (["--max-new-tokens", "49"], "", "64 and 1 more"),
+        (["--tokens", "ids"], "", "feed"),
+        (["--tokens", "ids"], "1 2\n3 x4", "line 2"),
+        (["--tokens", "ids"], "1 99", "99"),
+    ],
+)
+def test_invalid_options_are_one_line_and_leave_no_files(
+    specnb, tiny, tmp_path, monkeypatch, words, ids, value
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids").write_text(ids)
     code, out, err = specnb("divergence", "capture", tiny, "--out", "out", *words)
@@ -94,11 +113,17 @@ def traces(tmp_path_factory):
     latter with the module paths of an engine that wraps it."""
     model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
     script = random_script(model, tokens=18, prompt=14)
-    for name, service in (("a", nullcontext()), ("b", nullcontext()), ("wrong", FAULTS["random_head"](model))):
+    for name, service in (
+        ("a", nullcontext()),
+        ("b", nullcontext()),
+        ("wrong", FAULTS["random_head"](model)),
+    ):
         with service, capture(model, folder / name):
             feed_script(model, script)
     trace = ModuleTrace.load(folder / "wrong")
-    tensors, params = (t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params))
+    tensors, params = (
+        t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params)
+    )
     ModuleTrace(trace.facts, tensors, params, trace.arrays).save(folder / "engine")
     return {name: str(folder / name) for name in ("a", "b", "wrong", "engine", "none")}
 
@@ -108,12 +133,20 @@ def traces(tmp_path_factory):
     [
         (["a", "b"], 0, "SOUND: "),
         (["a", "wrong", "--sound", "b"], 1, "DIVERGENT: first at lm_head"),
-        (["a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="], 1, "DIVERGENT: first at lm_head"),
+        (
+            ["a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="],
+            1,
+            "DIVERGENT: first at lm_head",
+        ),
         (["a", "none"], 125, "none"),
         (["a", "engine"], 125, "--rename OLD=NEW"),
         (["a", "b", "--rename", "(=x"], 2, "("),
     ],
 )
-def test_traces_are_compared_by_folder_and_module_paths_can_be_renamed(specnb, traces, words, code, value):
+def test_traces_are_compared_by_folder_and_module_paths_can_be_renamed(
+    specnb, traces, words, code, value
+):
     got, out, err = specnb("divergence", "compare", *(traces.get(word, word) for word in words))
-    assert got == code and (out.startswith(value) if code < 2 else out == "" and value in errors(err)[0])
+    assert got == code and (
+        out.startswith(value) if code < 2 else out == "" and value in errors(err)[0]
+    )

@@ -36,7 +36,12 @@ def byte_level_tokenizer(single="<|bos|> $A"):
 
 
 BYTE_LEVEL = byte_level_tokenizer()
-CONFIG = {"vocab_size": 272, "bos_token_id": 261, "eos_token_id": 259, "max_position_embeddings": 32768}
+CONFIG = {
+    "vocab_size": 272,
+    "bos_token_id": 261,
+    "eos_token_id": 259,
+    "max_position_embeddings": 32768,
+}
 QWEN = {"model_type": "qwen2", **CONFIG}
 
 
@@ -46,7 +51,9 @@ def folder_of(path, tokenizer=None, config=QWEN, **files):
     named = {"tokenizer": tokenizer, "config": config, **files}
     for stem, value in named.items():
         if value is not None:
-            (path / f"{stem}.json").write_text(value if isinstance(value, str) else json.dumps(value), encoding="utf-8")
+            (path / f"{stem}.json").write_text(
+                value if isinstance(value, str) else json.dumps(value), encoding="utf-8"
+            )
     return path
 
 
@@ -59,20 +66,39 @@ def folder(tmp_path):
 
 def test_all_fields_of_a_folder_are_read(folder):
     d = read_folder(folder)
-    assert (d.name, d.source, d.architecture, d.state) == (str(folder), str(folder), "qwen2", State.ATTENTION)
+    assert (d.name, d.source, d.architecture, d.state) == (
+        str(folder),
+        str(folder),
+        "qwen2",
+        State.ATTENTION,
+    )
     assert (d.bos, d.eos, d.pad, d.add_bos, d.add_eos) == (261, 259, 259, True, False)
-    assert d.vocab.eog == {259, 260} and d.vocab.special == {259, 261} and d.added == {259, 260, 261}
+    assert (
+        d.vocab.eog == {259, 260} and d.vocab.special == {259, 261} and d.added == {259, 260, 261}
+    )
     assert d.n_ctx == 32768
     assert d.vocab.kind == "bpe" and (d.n_tokens, d.vocab_size, d.vocab.size) == (262, 272, 272)
-    assert d.vocab.pieces[:256] == tuple(bytes([b]) for b in range(256)) and d.vocab.pieces[258] == b" the"
-    assert d.vocab.pieces[259:261] == (b"<|im_end|>", "<thînk>".encode()) and set(d.vocab.pieces[262:]) == {b""}
+    assert (
+        d.vocab.pieces[:256] == tuple(bytes([b]) for b in range(256))
+        and d.vocab.pieces[258] == b" the"
+    )
+    assert d.vocab.pieces[259:261] == (b"<|im_end|>", "<thînk>".encode()) and set(
+        d.vocab.pieces[262:]
+    ) == {b""}
     bare = read_folder(folder_of(folder.with_name("bare"), None, {**QWEN, "pard_token": 271}))
     assert (bare.vocab, bare.vocab_size, bare.eos, bare.mask) == (None, 272, 259, {271})
 
 
 def test_a_tokenizer_alone_is_read_and_encodes_without_special_tokens(folder):
     d = read_folder(folder / "tokenizer.json")
-    assert (d.n_tokens, d.vocab_size, d.architecture, d.bos, d.eos, d.add_bos) == (262, 262, None, 261, None, True)
+    assert (d.n_tokens, d.vocab_size, d.architecture, d.bos, d.eos, d.add_bos) == (
+        262,
+        262,
+        None,
+        261,
+        None,
+        True,
+    )
     ids = d.encode(" the<|im_end|>")
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids) == b" the<|im_end|>"
 
@@ -81,12 +107,19 @@ def test_older_and_nested_file_formats_are_read(tmp_path):
     """A tokenizer model without a type (GPT-2), and ids next to `text_config` (multimodal)."""
     tokenizer = byte_level_tokenizer()
     del tokenizer["model"]["type"]
-    nested = {"model_type": "new", "text_config": {"vocab_size": 272}, "bos_token_id": 261, "pad_token_id": 3}
+    nested = {
+        "model_type": "new",
+        "text_config": {"vocab_size": 272},
+        "bos_token_id": 261,
+        "pad_token_id": 3,
+    }
     d = read_folder(folder_of(tmp_path / "m", tokenizer, nested))
     assert (d.vocab.kind, d.bos, d.pad, d.vocab_size, d.architecture) == ("bpe", 261, 3, 272, "new")
 
 
-@pytest.mark.parametrize(("named", "kind"), [("DFlashDraftModel", "dflash"), ("LlamaForCausalLMEagle3", "eagle3")])
+@pytest.mark.parametrize(
+    ("named", "kind"), [("DFlashDraftModel", "dflash"), ("LlamaForCausalLMEagle3", "eagle3")]
+)
 def test_a_drafter_without_a_tokenizer_uses_the_targets_vocabulary(folder, named, kind):
     config = QWEN | {"architectures": [named], "dflash_config": {"mask_token_id": 271}}
     draft = read_folder(folder_of(folder.with_name("draft"), None, config))
@@ -107,21 +140,36 @@ def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):
     assert d.vocab.kind == "ugm" and d.add_bos is False and d.bos is None
 
 
-@pytest.mark.parametrize(("architecture", "layer_types", "state"), [
-    ("mamba2", [], State.RECURRENT), ("falcon-h1", [], State.HYBRID), (None, [], None),
-    ("new", ["full_attention", "linear_attention"], State.HYBRID), ("new", ["linear_attention"], State.RECURRENT),
-    ("gemma3_text", ["full_attention"], State.ATTENTION), ("new", ["hybrid"], State.HYBRID),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "layer_types", "state"),
+    [
+        ("mamba2", [], State.RECURRENT),
+        ("falcon-h1", [], State.HYBRID),
+        (None, [], None),
+        ("new", ["full_attention", "linear_attention"], State.HYBRID),
+        ("new", ["linear_attention"], State.RECURRENT),
+        ("gemma3_text", ["full_attention"], State.ATTENTION),
+        ("new", ["hybrid"], State.HYBRID),
+    ],
+)
 def test_state_by_architecture_or_layers(architecture, layer_types, state):
     assert state_of(architecture, layer_types) is state
 
 
-@pytest.mark.parametrize(("single", "expected"), [("<|bos|> $A", (True, False)), ("$A <|im_end|>", (False, True))])
+@pytest.mark.parametrize(
+    ("single", "expected"), [("<|bos|> $A", (True, False)), ("$A <|im_end|>", (False, True))]
+)
 def test_bos_and_eos_are_added_where_transformers_adds_them(tmp_path, single, expected):
     """tokenizer.json decides; next to it, the flags of tokenizer_config.json have no effect."""
-    flags = {"add_bos_token": False, "add_eos_token": True, "tokenizer_class": "PreTrainedTokenizerFast"}
+    flags = {
+        "add_bos_token": False,
+        "add_eos_token": True,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
     stated = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **flags}
-    d = read_folder(folder := folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated))
+    d = read_folder(
+        folder := folder_of(tmp_path / "m", byte_level_tokenizer(single), tokenizer_config=stated)
+    )
     ids = AutoTokenizer.from_pretrained(folder)("x").input_ids
     assert (d.add_bos, d.add_eos) == expected == (ids[0] == 261, ids[-1] == 259)
 
@@ -131,7 +179,17 @@ def test_a_dequantized_folder_has_the_description_of_its_gguf():
     path = zoo_file("smollm2-135m")
     header = read_gguf(path)
     folder = read_folder(dequantize_once(path))
-    for field in ["added", "bos", "eos", "pad", "add_bos", "add_eos", "n_ctx", "n_tokens", "vocab_size"]:
+    for field in [
+        "added",
+        "bos",
+        "eos",
+        "pad",
+        "add_bos",
+        "add_eos",
+        "n_ctx",
+        "n_tokens",
+        "vocab_size",
+    ]:
         assert getattr(folder, field) == getattr(header, field), field
     for field in ("pieces", "special", "eog", "kind"):
         assert getattr(folder.vocab, field) == getattr(header.vocab, field), field
@@ -139,21 +197,36 @@ def test_a_dequantized_folder_has_the_description_of_its_gguf():
     assert folder.encode(text) == header.encode(text)
 
 
-@pytest.mark.parametrize(("tokenizer", "files", "value"), [
-    (json.dumps(BYTE_LEVEL).replace('"a": 97', '"a": 4000000000'), {}, "4000000000"),  # not allocated
-    (BYTE_LEVEL, {"config": QWEN | {"pad_token_id": 272}}, "pad_token_id is 272"),
-    (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
-    (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),
-    (BYTE_LEVEL, {"generation_config": {"eos_token_id": [259, 300]}}, "generation_config.json"),
-    (BYTE_LEVEL, {"config": {"vocab_size": 261}, "tokenizer_config": {"bos_token": "<|bos|>"}}, "is 261"),
-    (BYTE_LEVEL, {"config": {"vocab_size": "many"}}, "'many'"),
-    (BYTE_LEVEL, {"config": {"layer_types": 3}}, "int"),
-    (BYTE_LEVEL, {"config": '{"vocab_size": 1'}, "JSON"),
-    (BYTE_LEVEL, {"tokenizer_config": {"eos_token": "<nowhere>"}}, "<nowhere>"),
-    (None, {"config": None}, "tokenizer.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokenizer", "files", "value"),
+    [
+        (
+            json.dumps(BYTE_LEVEL).replace('"a": 97', '"a": 4000000000'),
+            {},
+            "4000000000",
+        ),  # not allocated
+        (BYTE_LEVEL, {"config": QWEN | {"pad_token_id": 272}}, "pad_token_id is 272"),
+        (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
+        (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),
+        (BYTE_LEVEL, {"generation_config": {"eos_token_id": [259, 300]}}, "generation_config.json"),
+        (
+            BYTE_LEVEL,
+            {"config": {"vocab_size": 261}, "tokenizer_config": {"bos_token": "<|bos|>"}},
+            "is 261",
+        ),
+        (BYTE_LEVEL, {"config": {"vocab_size": "many"}}, "'many'"),
+        (BYTE_LEVEL, {"config": {"layer_types": 3}}, "int"),
+        (BYTE_LEVEL, {"config": '{"vocab_size": 1'}, "JSON"),
+        (BYTE_LEVEL, {"tokenizer_config": {"eos_token": "<nowhere>"}}, "<nowhere>"),
+        (None, {"config": None}, "tokenizer.json"),
+    ],
+)
 def test_invalid_files_raise_one_error_with_the_value(tmp_path, tokenizer, files, value):
     folder = folder_of(tmp_path / "m", tokenizer, **files)
     with pytest.raises(InputError) as caught:
         read_folder(folder)
-    assert str(folder) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        str(folder) in str(caught.value)
+        and value in str(caught.value)
+        and "\n" not in str(caught.value)
+    )

@@ -54,7 +54,11 @@ def packed(value):
         case int() if value < 0:
             return I32, struct.pack("<i", value)
         case int():
-            return (U32, struct.pack("<I", value)) if value < 2**32 else (U64, struct.pack("<Q", value))
+            return (
+                (U32, struct.pack("<I", value))
+                if value < 2**32
+                else (U64, struct.pack("<Q", value))
+            )
         case str():
             return STRING, text(value)
     members = [packed(member) for member in value]
@@ -69,9 +73,14 @@ def pair(key, value):
 
 def file_of(folder, *pairs, tensors=()):
     """Write a file that is only a header; `tensors`: names and shapes, fastest dimension first."""
-    infos = [text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0) for name, shape in tensors]
+    infos = [
+        text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, 0, 0)
+        for name, shape in tensors
+    ]
     path = folder / "model.gguf"
-    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join([*pairs, *infos]))
+    path.write_bytes(
+        b"GGUF" + struct.pack("<IQQ", 3, len(infos), len(pairs)) + b"".join([*pairs, *infos])
+    )
     return path
 
 
@@ -83,24 +92,36 @@ def ggml(**values):
 def bpe_file(folder, tokens=(), *pairs, types=None, pre="gpt-2"):
     """Write a byte-level BPE: the 256 letters that llama.cpp needs, then `tokens` (normal)."""
     types = [NORMAL] * 256 + (types or [NORMAL] * len(tokens))
-    stated = ggml(model="gpt2", pre=pre, tokens=[*LETTERS, *tokens], token_type=types, merges=["a b"])
+    stated = ggml(
+        model="gpt2", pre=pre, tokens=[*LETTERS, *tokens], token_type=types, merges=["a b"]
+    )
     return file_of(folder, pair("general.architecture", "llama"), *stated, *pairs)
 
 
 def refused(path, value):
     with pytest.raises(InputError) as caught:
         read_gguf(path)
-    assert str(path) in str(caught.value) and value in str(caught.value) and "\n" not in str(caught.value)
+    assert (
+        str(path) in str(caught.value)
+        and value in str(caught.value)
+        and "\n" not in str(caught.value)
+    )
 
 
 def test_all_fields_of_a_header_are_read(tmp_path):
     """The first part of a split file, cut after its header; llama.cpp lacks its architecture."""
     tokens = [*LETTERS, "ĠtheĊ", "<|im_end|>", "<|im_start|>", "[PAD259]"]
     types = [NORMAL] * 257 + [CONTROL, CONTROL, UNUSED]
-    facts = {"general.architecture": "qwen3next", "general.name": "Tiny", "qwen3next.context_length": 4096}
+    facts = {
+        "general.architecture": "qwen3next",
+        "general.name": "Tiny",
+        "qwen3next.context_length": 4096,
+    }
     facts |= {"split.no": 0, "split.count": 2, "tokenizer.chat_template": "{{ messages }}"}
     ids = {"eos_token_id": 257, "padding_token_id": 258, "eot_token_id": 0, "add_bos_token": False}
-    stated = ggml(model="gpt2", pre="qwen2", tokens=tokens, token_type=types, merges=["Ġ t", "h e"], **ids)
+    stated = ggml(
+        model="gpt2", pre="qwen2", tokens=tokens, token_type=types, merges=["Ġ t", "h e"], **ids
+    )
     rows = [("token_embd.weight", (8, 272))]
     path = file_of(tmp_path, *(pair(*fact) for fact in facts.items()), *stated, tensors=rows)
     d = read_gguf(path)
@@ -109,7 +130,11 @@ def test_all_fields_of_a_header_are_read(tmp_path):
     assert (d.eos, d.pad, d.eot, d.add_bos, d.add_eos) == (257, 258, 0, False, False)
     assert (d.vocab_size, d.vocab.size, d.n_tokens) == (272, 272, 259) and d.added == {257, 258}
     assert d.vocab.pieces[256] == b" the\n" and set(d.vocab.pieces[259:]) == {b""}
-    assert d.vocab.chat_template == "{{ messages }}" and d.vocab.pre == "qwen2" and d.vocab.kind == "bpe"
+    assert (
+        d.vocab.chat_template == "{{ messages }}"
+        and d.vocab.pre == "qwen2"
+        and d.vocab.kind == "bpe"
+    )
     assert d.merges == {"count": 2, "digest": hashlib.sha256("Ġ t\nh e\n".encode()).hexdigest()}
     ids = d.encode("the<|im_end|>é")
     assert 257 not in ids and d.vocab.raw_bytes(ids) == "the<|im_end|>é".encode()
@@ -127,7 +152,17 @@ def as_llama_cpp(path):
     raw = api.llama_model_get_vocab(llama.model)
     assert d.add_eos == api.llama_vocab_get_add_eos(raw)
     assert d.pad == (api.llama_vocab_pad(raw) if api.llama_vocab_pad(raw) >= 0 else None)
-    for field in ("pieces", "kind", "pre", "bos", "eos", "eog", "special", "add_bos", "chat_template"):
+    for field in (
+        "pieces",
+        "kind",
+        "pre",
+        "bos",
+        "eos",
+        "eog",
+        "special",
+        "add_bos",
+        "chat_template",
+    ):
         assert getattr(d.vocab, field) == getattr(vocab, field), field
     return d
 
@@ -148,7 +183,9 @@ def test_missing_and_out_of_range_values_get_llama_cpps_defaults(tmp_path):
 def test_sentencepiece_and_wordpiece_match_llama_cpp(tmp_path, model):
     tokens = [t.decode() for t in sentencepiece_tokens(all_bytes=True)]
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
-    kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}  # in bert files, they end llama.cpp's process
+    kinds |= (
+        {b.decode(): BYTE for b in BYTES} if model != "bert" else {}
+    )  # in bert files, they end llama.cpp's process
     types = [kinds.get(t, NORMAL) for t in tokens]
     scores = [float(i) for i in range(len(tokens))]
     stated = ggml(model=model, tokens=tokens, scores=scores, token_type=types)
@@ -169,21 +206,27 @@ def test_a_real_header_matches_llama_cpp(opened):
 SOUND = {"model": "gpt2", "tokens": LETTERS}
 
 
-@pytest.mark.parametrize(("value", "pairs"), [
-    ("shard 2 ", [pair("split.no", 1), pair("split.count", 3)]),
-    ("tokenizer.ggml.tokens", ggml(model="gpt2")),
-    ("b'a'", ggml(model="gpt2", tokens=["a", "b", "a"])),  # these files end llama.cpp's process
-    ("1 int32", ggml(**SOUND, token_type=[1])),
-    ("<0x0A>", ggml(model="bert", tokens=["<0x0A>"], token_type=[BYTE])),
-    ("merges is 1", ggml(**SOUND, merges=1)),
-    ("'magic'", ggml(model="magic", tokens=LETTERS)),  # llama.cpp raises this error
-    ("4294967295", [*ggml(**SOUND), pair("None.vocab_size", 2**32 - 1)]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("value", "pairs"),
+    [
+        ("shard 2 ", [pair("split.no", 1), pair("split.count", 3)]),
+        ("tokenizer.ggml.tokens", ggml(model="gpt2")),
+        ("b'a'", ggml(model="gpt2", tokens=["a", "b", "a"])),  # these files end llama.cpp's process
+        ("1 int32", ggml(**SOUND, token_type=[1])),
+        ("<0x0A>", ggml(model="bert", tokens=["<0x0A>"], token_type=[BYTE])),
+        ("merges is 1", ggml(**SOUND, merges=1)),
+        ("'magic'", ggml(model="magic", tokens=LETTERS)),  # llama.cpp raises this error
+        ("4294967295", [*ggml(**SOUND), pair("None.vocab_size", 2**32 - 1)]),
+    ],
+)
 def test_an_invalid_header_raises_one_error_with_the_value(tmp_path, value, pairs):
     refused(file_of(tmp_path, *pairs), value)
 
 
-@given(changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4), kept=st.floats(0, 1))
+@given(
+    changes=st.lists(st.tuples(st.floats(0, 1), st.integers(0, 255)), min_size=1, max_size=4),
+    kept=st.floats(0, 1),
+)
 def test_a_damaged_header_is_read_or_refused(tmp_path_factory, changes, kept):
     folder = tmp_path_factory.mktemp("damaged")
     path = bpe_file(folder, ["<|im_end|>"], pair("llama.vocab_size", 257))
@@ -211,8 +254,15 @@ def test_a_draft_head_uses_the_targets_vocabulary(tmp_path, rows, vocabulary):
     assert draft.mask == {255} and report.verdict is (Verdict.DROP_IN if rows == 256 else wider)
     assert report.transformers.accepts is False and report.llama_cpp.accepts is True
     (modified,) = (f for f in report.findings if f.topic == "modified draft")
-    assert "255" in modified.draft and "draft-dflash" in modified.remedy and modified.severity is Severity.BREAKS
-    refused(file_of(tmp_path, *facts, *ggml(model="no_vocab", mask_token_id=rows)), f"mask_token_id is {rows}")
+    assert (
+        "255" in modified.draft
+        and "draft-dflash" in modified.remedy
+        and modified.severity is Severity.BREAKS
+    )
+    refused(
+        file_of(tmp_path, *facts, *ggml(model="no_vocab", mask_token_id=rows)),
+        f"mask_token_id is {rows}",
+    )
 
 
 # ---- odd files: `describe` and `load` raise one clear error or none, and the process survives
@@ -250,28 +300,49 @@ class Odd:
         self.data = path.read_bytes()
         self.header = read_header(path)
         start = 24 + sum(map(len, self.header.packed.values()))
-        end = start + sum(24 + len(name) + 8 * len(shape) for name, shape in self.header.shapes.items())
+        end = start + sum(
+            24 + len(name) + 8 * len(shape) for name, shape in self.header.shapes.items()
+        )
         self.infos = self.data[start:end]
         self.tensors = self.data[-(-end // 32) * 32 :]
 
     def made(self, pairs=None, *, n_tensors=None, n_keys=None, version=3, without=()):
         pairs = {k: v for k, v in (self.header.packed | (pairs or {})).items() if k not in without}
         counts = [len(self.header.shapes), len(pairs)]
-        counts = [n if given is None else given for n, given in zip(counts, (n_tensors, n_keys), strict=True)]
-        head = b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs.values()) + self.infos
+        counts = [
+            n if given is None else given
+            for n, given in zip(counts, (n_tensors, n_keys), strict=True)
+        ]
+        head = (
+            b"GGUF" + struct.pack("<IQQ", version, *counts) + b"".join(pairs.values()) + self.infos
+        )
         return head + bytes(-len(head) % 32) + self.tensors
 
 
 WRONG = ("many", [2, 2, 2], 2**63, -1)
 """Invalid sizes: of another type, one for each layer, too large, negative."""
 STATED = [  # keys, values, and whether they must be refused (None: either is fine)
-    *((f"llama.{name}", (0, 513, 2**32 - 1, *WRONG), True)
-      for name in ("block_count", "attention.head_count", "attention.head_count_kv")),
-    *((f"llama.{name}", (3, 2**31, *WRONG), True)
-      for name in ("nextn_predict_layers", "expert_count", "expert_used_count", "expert_group_count")),
-    *((f"llama.{name}", (0, 2**31, *WRONG), True) for name in ("embedding_length", "feed_forward_length")),
-    *((f"llama.{name}", (0, 2**31, *WRONG), None)
-      for name in ("context_length", "rope.dimension_count", "vocab_size")),
+    *(
+        (f"llama.{name}", (0, 513, 2**32 - 1, *WRONG), True)
+        for name in ("block_count", "attention.head_count", "attention.head_count_kv")
+    ),
+    *(
+        (f"llama.{name}", (3, 2**31, *WRONG), True)
+        for name in (
+            "nextn_predict_layers",
+            "expert_count",
+            "expert_used_count",
+            "expert_group_count",
+        )
+    ),
+    *(
+        (f"llama.{name}", (0, 2**31, *WRONG), True)
+        for name in ("embedding_length", "feed_forward_length")
+    ),
+    *(
+        (f"llama.{name}", (0, 2**31, *WRONG), None)
+        for name in ("context_length", "rope.dimension_count", "vocab_size")
+    ),
     ("llama.attention.layer_norm_rms_epsilon", (-1.0, float("nan")), True),
     ("llama.attention.layer_norm_rms_epsilon", (0.0,), False),
     ("llama.rope.scaling.type", ("bogus", ""), True),
@@ -283,9 +354,12 @@ STATED = [  # keys, values, and whether they must be refused (None: either is fi
     ("tokenizer.ggml.token_type", ([1] * 10, "x"), True),
     ("tokenizer.ggml.scores", ([1.0] * 10, "x"), True),
     ("tokenizer.ggml.model", ("magic", 7), True),
-    *((f"tokenizer.ggml.{name}_token_id", (10**9, "x", -1), None) for name in ("bos", "eos", "unknown", "padding")),
+    *(
+        (f"tokenizer.ggml.{name}_token_id", (10**9, "x", -1), None)
+        for name in ("bos", "eos", "unknown", "padding")
+    ),
     ("tokenizer.chat_template", (7,), None),
-]  # fmt: skip
+]
 ENDLESS = [
     (STRING, struct.pack("<Q", 2**63)),
     (ARRAY, struct.pack("<IQ", U32, 2**62)),
@@ -298,24 +372,35 @@ ENDLESS = [
 
 def odd_files(odd):
     """Return the bytes by name, and whether they must be refused (None: either is fine)."""
-    files = {f"cut {n}": (odd.data[:n], True) for n in (0, 1, 8, 20, 100, 1500, len(odd.data) // 2, len(odd.data) - 1)}
+    files = {
+        f"cut {n}": (odd.data[:n], True)
+        for n in (0, 1, 8, 20, 100, 1500, len(odd.data) // 2, len(odd.data) - 1)
+    }
     files |= {"magic": (b"GGML" + odd.data[4:], True), "text": (b"hello" * 100, True)}
     files |= {f"version {n}": (odd.made(version=n), True) for n in (0, 1, 3 << 24, 2**32 - 1)}
     for n in (0, 3, 2**31, 2**63, 2**64 - 1):
-        files |= {f"keys {n}": (odd.made(n_keys=n), True), f"tensors {n}": (odd.made(n_tensors=n), True)}
+        files |= {
+            f"keys {n}": (odd.made(n_keys=n), True),
+            f"tensors {n}": (odd.made(n_tensors=n), True),
+        }
     tokens = [token.decode() for token in odd.header.values["tokenizer.ggml.tokens"]]
     repeated = ([*tokens[:-1], tokens[5]], [*tokens[:-2], "q\0a", "q\0b"], tokens[:50])
     for key, values, must in (*STATED, ("tokenizer.ggml.tokens", repeated, True)):
         files |= {f"{key} {value}": (odd.made({key: pair(key, value)}), must) for value in values}
     files["no tokens"] = odd.made(without=["tokenizer.ggml.tokens"]), True
-    return files | {f"endless {i}": (odd.made({"": key_value("a", *value)}), True) for i, value in enumerate(ENDLESS)}
+    return files | {
+        f"endless {i}": (odd.made({"": key_value("a", *value)}), True)
+        for i, value in enumerate(ENDLESS)
+    }
 
 
 def test_odd_files_raise_one_clear_error_and_never_end_the_process(tmp_path):
     files = odd_files(Odd(llama_gguf(tmp_path / "base", all_bytes=True)))
     for i, (data, _) in enumerate(files.values()):
         (tmp_path / f"{i:03d}.gguf").write_bytes(data)
-    run = subprocess.run([sys.executable, "-c", OPEN, tmp_path], capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-c", OPEN, tmp_path], capture_output=True, text=True, timeout=100
+    )
     lines = run.stdout.splitlines()
     assert run.returncode == 0 and len(lines) == len(files) > 100, (lines[-1:], run.stderr[-500:])
     for (name, (_, must)), line in zip(files.items(), lines, strict=True):
@@ -323,4 +408,7 @@ def test_odd_files_raise_one_clear_error_and_never_end_the_process(tmp_path):
         described, loaded = json.loads(said)
         assert must is None or bool(loaded) == must, name
         for error in (described, loaded):
-            assert not error or (number in error and "\n" not in error and len(error) < 700), (name, error)
+            assert not error or (number in error and "\n" not in error and len(error) < 700), (
+                name,
+                error,
+            )

@@ -20,7 +20,9 @@ def test_a_prediction_is_the_mean_over_all_outcomes_and_within_the_bound(reach, 
     """A perfect draft reaches the bound: only tokens out of its reach end a round early."""
     made = predict(reach, k, quality)
     a = reach * quality
-    outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]  # P(n draft tokens are accepted)
+    outcomes = [
+        a**n * (1 - a if n < k else 1) for n in range(k + 1)
+    ]  # P(n draft tokens are accepted)
     kept = sum(n * p for n, p in enumerate(outcomes))
     assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
     assert made.tau <= bound(reach, k) + 1e-9 and 0 <= made.acceptance_rate <= 1
@@ -51,7 +53,9 @@ def test_the_chance_counts_only_tested_draft_tokens():
     draft = toy.markov(4, order=1, seed=4)
     made = [generate(target, [0, 1], drafter=draft, k=k, max_new_tokens=200) for k in (1, 4)]
     alone, blocks = (chance_of([m]) for m in made)
-    assert alone == made[0].acceptance_rate, "one at a time all are judged, and the last round of one token drafts none"
+    assert alone == made[0].acceptance_rate, (
+        "one at a time all are judged, and the last round of one token drafts none"
+    )
     kept = made[1].accepted_tokens
     wrong = sum(r.n_accepted < r.k for r in made[1].rounds)
     assert blocks == kept / (kept + wrong) > made[1].acceptance_rate

@@ -52,7 +52,11 @@ class Untrimmed(ModelDrafter):
         self._fed = []
 
     def propose(self, tokens, k, picker):
-        behind = (*range(self.model.n_past), *tokens[-1:]) if self.model.n_past >= len(tokens) else tokens
+        behind = (
+            (*range(self.model.n_past), *tokens[-1:])
+            if self.model.n_past >= len(tokens)
+            else tokens
+        )
         return super().propose(behind, k, picker)
 
 
@@ -69,7 +73,11 @@ def test_real_drafters_are_pure_and_see_their_own_drafts(model):
 @pytest.mark.parametrize(
     ("check", "drafter", "value"),
     [
-        (checks.recurrence, lambda: Untrimmed(markov(64, order=2)), "after a round with 0 accepted drafts, draft 1"),
+        (
+            checks.recurrence,
+            lambda: Untrimmed(markov(64, order=2)),
+            "after a round with 0 accepted drafts, draft 1",
+        ),
         (checks.purity, Appending, "4 tokens are 5"),
     ],
 )
@@ -78,7 +86,9 @@ def test_a_faulty_drafter_fails_with_the_place_in_the_evidence(check, drafter, v
     assert verdict == "fail" and value in evidence
 
 
-@pytest.mark.parametrize(("by", "verdict"), [(-1, "fail"), (1, "fail"), (0, "ok"), (None, "skipped")])
+@pytest.mark.parametrize(
+    ("by", "verdict"), [(-1, "fail"), (1, "fail"), (0, "ok"), (None, "skipped")]
+)
 def test_a_wrongly_trimmed_cache_is_detected_by_its_logits(by, verdict):
     model = markov(64, order=4)
     right = model.rewind

@@ -18,17 +18,36 @@ from tests.compat.test_gguf import bpe_file
 def test_each_kind_of_source_is_read_and_only_models_can_be_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder_of(bpe_file(tmp_path).parent / "model", byte_level_tokenizer())
-    sizes = {"model.gguf?backend=hf": 256, "model": 272, "model/tokenizer.json": 262, "gpt-2": 50257}
+    sizes = {
+        "model.gguf?backend=hf": 256,
+        "model": 272,
+        "model/tokenizer.json": 262,
+        "gpt-2": 50257,
+    }
     for name, size in sizes.items():
         described = describe(name)
-        assert (described.name, described.source) == (name, name.partition("?")[0]) or name == "gpt-2"
+        assert (described.name, described.source) == (
+            name,
+            name.partition("?")[0],
+        ) or name == "gpt-2"
         assert described.vocab.size == size
     assert describe("Qwen3-0.6B").architecture == "qwen3"
-    assert [opens(name) for name in ("smollm2-135m:q4_0", "hf:a/b?revision=x", *sizes)] == [True] * 4 + [False] * 2
+    assert [opens(name) for name in ("smollm2-135m:q4_0", "hf:a/b?revision=x", *sizes)] == [
+        True
+    ] * 4 + [False] * 2
 
 
 def test_unknown_names_are_refused():
-    for name in ("nonsense", "", "a/b", "a\0b", "~nobody-here/model", "smollm3", "absent.gguf", "hf:a/b/c"):
+    for name in (
+        "nonsense",
+        "",
+        "a/b",
+        "a\0b",
+        "~nobody-here/model",
+        "smollm3",
+        "absent.gguf",
+        "hf:a/b/c",
+    ):
         with pytest.raises(InputError) as caught:
             describe(name)
         assert repr(name)[1:-1] in str(caught.value)
@@ -53,13 +72,19 @@ def test_a_tokenizer_that_cannot_be_shipped_is_read_from_the_hub(tmp_path, monke
     assert described.name == f"{name}?revision=older&backend=hf"
     (repo,), options = hub.call_args
     assert (f"hf:{repo}", options["revision"]) == (name, "older")
-    assert not any(fnmatch(name, p) for p in options["allow_patterns"] for name in ("model.safetensors", "modeling.py"))
+    assert not any(
+        fnmatch(name, p)
+        for p in options["allow_patterns"]
+        for name in ("model.safetensors", "modeling.py")
+    )
 
 
 def test_a_failure_of_the_hub_raises_one_error_with_the_remedy(monkeypatch):
     refused = httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid"))
     gated = GatedRepoError("403\nCannot access gated repo", response=refused)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", Mock(side_effect=[gated, ConnectionError("no route")]))
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", Mock(side_effect=[gated, ConnectionError("no route")])
+    )
     monkeypatch.setattr("specnb.compat.read.reach_hub", lambda: None)
     for remedy in ("hf auth login", "no route"):
         with pytest.raises(FetchError, match=f"hf:org/name.*{remedy}") as caught:

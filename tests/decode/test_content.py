@@ -12,12 +12,18 @@ from specnb.prompts import prompts
 
 
 def text_of(prompt):
-    turns = "".join(f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in prompt.messages or ())
+    turns = "".join(
+        f"<|im_start|>{turn.role}\n{turn.content}<|im_end|>\n" for turn in prompt.messages or ()
+    )
     return f"{turns}<|im_start|>assistant\n" if turns else prompt.text
 
 
 def test_the_detectors_accuracy_matches_its_card():
-    lines = (project_dir() / "data" / "content" / "snippets.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        (project_dir() / "data" / "content" / "snippets.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     cases = [(case["prompt"], case["generated"], case["kind"]) for case in map(json.loads, lines)]
     cases += [(text_of(prompt), "", kind) for kind in REPORT_K for prompt in prompts(kind)]
     right = [detect(prompt, generated) == kind for prompt, generated, kind in cases]
@@ -30,6 +36,8 @@ def test_the_controller_gets_the_prompt_with_its_turns(monkeypatch):
     seen = []
     monkeypatch.setattr(content, "detect", lambda *texts: seen.append(texts) or "code")
     target = toy.markov(4, seed=1)
-    target.vocab = type(target.vocab)(pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0}))
+    target.vocab = type(target.vocab)(
+        pieces=(b"<|user|>", b"a", b"b", b"c"), special=frozenset({0})
+    )
     generate(target, [0, 1, 2], drafter=LookupDrafter(), k=ContentK(), max_new_tokens=3)
     assert seen[0] == ("<|user|>ab", "") and seen[-1][1] != ""

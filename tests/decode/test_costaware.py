@@ -60,7 +60,9 @@ def test_drafting_resumes_when_draft_tokens_become_correct():
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "other", "same"])
-@pytest.mark.parametrize("cost", [FLAT, DEAR, Cost.straight("middle", 1.8, 0.2)], ids=["flat", "dear", "middle"])
+@pytest.mark.parametrize(
+    "cost", [FLAT, DEAR, Cost.straight("middle", 1.8, 0.2)], ids=["flat", "dear", "middle"]
+)
 def test_the_speed_is_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     """On closed-form models. Notebook 02 has the bound for real texts."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)

@@ -37,7 +37,9 @@ def successors(size):
     return lambda tokens, k: [(tokens[-1] + 1 + j) % size for j in range(k)]
 
 
-@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"])
+@pytest.mark.parametrize(
+    "drafter", [None, LookupDrafter(), ModelDrafter(toy.cyclic(7))], ids=["plain", "lookup", "lm"]
+)
 def test_n_tokens_take_one_prefill_and_at_most_n_minus_1_forward_passes(drafter):
     """The prompt's last token is processed only once, as in transformers and llama.cpp."""
     target = toy.cyclic(7)
@@ -67,12 +69,15 @@ def test_k_is_limited_to_tokens_that_can_be_committed_and_more_is_rejected(k, n,
 GOOD = [0.7, 0.3, 0.0]
 
 
-@pytest.mark.parametrize(("rows", "named"), [
-    ([GOOD], r"\(1, 3\).*\(2, 3\)"),
-    ([GOOD, [0.0, 0.5, 0.5]], r"0\.7 0\. "),
-    ([[float("nan")] * 3, GOOD], "nan"),
-    ([GOOD, [0.3, 0.0, 0.0]], r"0\.3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([GOOD], r"\(1, 3\).*\(2, 3\)"),
+        ([GOOD, [0.0, 0.5, 0.5]], r"0\.7 0\. "),
+        ([[float("nan")] * 3, GOOD], "nan"),
+        ([GOOD, [0.3, 0.0, 0.0]], r"0\.3"),
+    ],
+)
 def test_invalid_rows_are_rejected_with_the_drafter_and_the_value(rows, named):
     """Such draft tokens would always be accepted, because min(1, nan) and min(1, p/0) are 1."""
     spy = Spy()
@@ -120,31 +125,62 @@ def test_every_second_of_a_round_is_counted_once(monkeypatch):
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "walk_drafts", taking(0.5, accept.walk_drafts))
     assert times(drafter=spy, k=3, max_new_tokens=8) == [(5, 10, 3, 0.5, 14)] * 2
-    assert times(max_new_tokens=2) == [(0, 0, 0, 0, 0), (0, 10, 0, 0, 10)]  # the first forward pass is the prefill
+    assert times(max_new_tokens=2) == [
+        (0, 0, 0, 0, 0),
+        (0, 10, 0, 0, 10),
+    ]  # the first forward pass is the prefill
 
 
 # 0 and 1 end a generation; 1 is not a control token, so its piece could be shown; 2 is a control
 # token that does not end it
-PIECES = (b"<end>", b"b", b"<ctl>", b"a", b"ab", b"ca", b"\xc3", b"\xa9", b"x\xc3\xa9y", b"", b"abc", b"\xe2\x82")
+PIECES = (
+    b"<end>",
+    b"b",
+    b"<ctl>",
+    b"a",
+    b"ab",
+    b"ca",
+    b"\xc3",
+    b"\xa9",
+    b"x\xc3\xa9y",
+    b"",
+    b"abc",
+    b"\xe2\x82",
+)
 VOCAB = Vocabulary(PIECES, eog=frozenset({0, 1}), special=frozenset({0, 2}))
 IDS = st.lists(st.integers(0, len(PIECES) - 1), max_size=14)
-STRINGS = st.lists(st.sampled_from(["a", "ab", "abca", "é", "éy", "ay", "bb", "<end>", "caab"]), max_size=3)
+STRINGS = st.lists(
+    st.sampled_from(["a", "ab", "abca", "é", "éy", "ay", "bb", "<end>", "caab"]), max_size=3
+)
 
 
 def stopping(n=100, *strings, ignore_eog=False):
     return Stopping(StopRules(n, tuple(strings), ignore_eog), VOCAB)
 
 
-@given(IDS, st.lists(st.integers(1, 5), min_size=14, max_size=14), st.integers(1, 14), STRINGS, st.booleans())
+@given(
+    IDS,
+    st.lists(st.integers(1, 5), min_size=14, max_size=14),
+    st.integers(1, 14),
+    STRINGS,
+    st.booleans(),
+)
 @example([3, 8], [1] * 14, 9, ["y", "x"], False)  # both are in one token: the text ends before x
-@example([3, 2, 9, 5], [1] * 14, 9, ["ac"], False)  # the control token and the empty one have no text
-def test_any_split_into_blocks_ends_at_the_first_prefix_that_meets_a_rule(ids, sizes, n, strings, ignore_eog):
+@example(
+    [3, 2, 9, 5], [1] * 14, 9, ["ac"], False
+)  # the control token and the empty one have no text
+def test_any_split_into_blocks_ends_at_the_first_prefix_that_meets_a_rule(
+    ids, sizes, n, strings, ignore_eog
+):
     """Compared with the definition, which checks the whole text after each token."""
 
     def reason_of(prefix):
         if prefix[-1] in VOCAB.eog and not ignore_eog:
             return "eog"
-        if any(s.encode() in VOCAB.decode_bytes(i for i in prefix if i not in VOCAB.eog) for s in strings):
+        if any(
+            s.encode() in VOCAB.decode_bytes(i for i in prefix if i not in VOCAB.eog)
+            for s in strings
+        ):
             return "stop_string"
         return "length" if len(prefix) == n else None
 
@@ -159,4 +195,6 @@ def test_any_split_into_blocks_ends_at_the_first_prefix_that_meets_a_rule(ids, s
         assert kept == ids[:end] and state.remaining == n - end
         assert state.reason == (reason_of(ids[:end]) if ids else None)
         text = VOCAB.decode(i for i in kept if i not in VOCAB.eog)
-        assert state.cut(text) == min((text.partition(s)[0] for s in strings), key=len, default=text)
+        assert state.cut(text) == min(
+            (text.partition(s)[0] for s in strings), key=len, default=text
+        )

@@ -12,8 +12,12 @@ from specnb.decode.sampling import Draws, Sampling, argmax
 from specnb.errors import NonFiniteLogits
 
 # the second strategy makes ties common, the third differences too small for exp
-FINITE = st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
-ROWS = st.lists(FINITE | st.just(-math.inf), min_size=1, max_size=9).filter(lambda row: max(row) > -math.inf)
+FINITE = (
+    st.floats(-30, 30, width=32) | st.integers(-2, 2).map(float) | st.sampled_from([1e-30, 1e-20])
+)
+ROWS = st.lists(FINITE | st.just(-math.inf), min_size=1, max_size=9).filter(
+    lambda row: max(row) > -math.inf
+)
 TEMPERATURES = st.floats(1e-3, 100)
 
 
@@ -28,7 +32,10 @@ def by_rank(logits):
 
 def softmax(logits, temperature, kept):
     best = max(logits)
-    weights = [math.exp((logit - best) / temperature) if i in kept else 0.0 for i, logit in enumerate(logits)]
+    weights = [
+        math.exp((logit - best) / temperature) if i in kept else 0.0
+        for i, logit in enumerate(logits)
+    ]
     return np.array(weights) / math.fsum(weights)
 
 
@@ -36,9 +43,16 @@ def drawing(u):
     return Draws(SimpleNamespace(random=lambda: u))
 
 
-@given(row=ROWS, temperature=TEMPERATURES, top_k=st.integers(0, 10), top_p=st.floats(0.01, 0.999) | st.just(1.0))
+@given(
+    row=ROWS,
+    temperature=TEMPERATURES,
+    top_k=st.integers(0, 10),
+    top_p=st.floats(0.01, 0.999) | st.just(1.0),
+)
 @settings(max_examples=300)
-def test_probabilities_equal_a_brute_force_temperature_top_k_and_top_p(row, temperature, top_k, top_p):
+def test_probabilities_equal_a_brute_force_temperature_top_k_and_top_p(
+    row, temperature, top_k, top_p
+):
     """Mass is compared up to rounding, so at an exact edge both neighboring sets pass."""
     logits = float32(row).tolist()
     ranked = by_rank(logits)[: top_k or None]

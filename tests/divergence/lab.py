@@ -18,7 +18,9 @@ TOKENS, PROMPT = 20, 14
 class KeptLab(Lab):
     """A lab that caches its runs without a service, or with a fault of FAULTS."""
 
-    def __init__(self, draft: nn.Module, target: nn.Module | None = None, *, script: Script) -> None:
+    def __init__(
+        self, draft: nn.Module, target: nn.Module | None = None, *, script: Script
+    ) -> None:
         super().__init__(draft, target, script=script)
         self._kept: dict[tuple[str, Deploy | None], Outcome] = {}
 
@@ -34,4 +36,6 @@ class KeptLab(Lab):
 def shared_lab() -> KeptLab:
     """Return a lab of the built-in pair in float32, with a random text."""
     made = small.pair()
-    return KeptLab(made.draft, made.target, script=random_script(made.draft, tokens=TOKENS, prompt=PROMPT))
+    return KeptLab(
+        made.draft, made.target, script=random_script(made.draft, tokens=TOKENS, prompt=PROMPT)
+    )

@@ -53,7 +53,9 @@ def prefill(model):
 # --- recorded tensors -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", [make("draft"), torch_model().to(torch.bfloat16).eval()], ids=["moe", "llama"])
+@pytest.mark.parametrize(
+    "model", [make("draft"), torch_model().to(torch.bfloat16).eval()], ids=["moe", "llama"]
+)
 def test_logits_during_and_after_a_capture_are_bit_identical(model):
     plain = generate(model)
     with capture(model):
@@ -69,10 +71,21 @@ def test_operands_have_the_names_and_order_of_the_signature(moe):
         return first[(first["module"] == module) & (first["role"] == role)]["name"].tolist()
 
     position = ["position_embeddings.0", "position_embeddings.1"]
-    assert names("layers.0.self_attn", "in") == ["hidden_states", *position, "attention_mask", "position_ids"]
-    assert names("layers.0.mlp.experts", "in") == ["hidden_states", "router_indices", "routing_weights"]
+    assert names("layers.0.self_attn", "in") == [
+        "hidden_states",
+        *position,
+        "attention_mask",
+        "position_ids",
+    ]
+    assert names("layers.0.mlp.experts", "in") == [
+        "hidden_states",
+        "router_indices",
+        "routing_weights",
+    ]
     assert names("layers.0.mlp.router", "out") == ["out", "out.1", "out.2"]
-    assert names("layers.0.self_attn", "state") == ["keys", "values"] and names("", "out") == ["out.logits"]
+    assert names("layers.0.self_attn", "state") == ["keys", "values"] and names("", "out") == [
+        "out.logits"
+    ]
 
 
 def test_a_digest_depends_on_values_dtype_and_shape_not_on_memory_layout():
@@ -80,14 +93,21 @@ def test_a_digest_depends_on_values_dtype_and_shape_not_on_memory_layout():
     others = [x[torch.tensor([1, 0, 2, 3, 4, 5])], x.reshape(8, 6), x.view(torch.int32), x.double()]
     assert digest_tensor(x) not in {digest_tensor(other) for other in others}
     assert digest_tensor(torch.zeros(2)) != digest_tensor(-torch.zeros(2))
-    assert digest_tensor(x.t().contiguous().t()) == digest_tensor(x) == "30fe840c4f849579d9ade5a4e2543850"
+    assert (
+        digest_tensor(x.t().contiguous().t())
+        == digest_tensor(x)
+        == "30fe840c4f849579d9ade5a4e2543850"
+    )
     assert digest_tensor(x[:, ::2]) == digest_tensor(x[:, ::2].contiguous())
 
 
 def test_tensors_are_aligned_along_the_text(moe):
     trace = traced(moe, lambda model: generate(model, torch.arange(17)[None]), states=True)
     whole = Alignment(trace).whole
-    for module, axis, shape in (("layers.1", 1, (20, 1, 64)), ("layers.1.mlp.experts", 0, (20, 64))):
+    for module, axis, shape in (
+        ("layers.1", 1, (20, 1, 64)),
+        ("layers.1.mlp.experts", 0, (20, 64)),
+    ):
         tensor = whole[Key(module, 0, "out", "out")]
         assert (tensor.axis, tensor.values.shape, len(tensor.gaps)) == (axis, shape, 0)
     keys = trace.rows(step=2, role="state", name="keys").set_index("module")["shape"]
@@ -113,7 +133,10 @@ def test_tensors_are_recorded_as_they_were_at_the_hook():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
     before, trace = x.clone(), traced(Writes(), lambda m: m(x))
     given = trace.rows(module="", role="in").iloc[0]
-    wrote, read = trace.rows(module="writer", role="out").iloc[0], trace.rows(module="reader", role="in").iloc[0]
+    wrote, read = (
+        trace.rows(module="writer", role="out").iloc[0],
+        trace.rows(module="reader", role="in").iloc[0],
+    )
     assert given["digest"] == digest_tensor(before) and wrote["digest"] == digest_tensor(2 * before)
     assert torch.equal(torch.from_numpy(trace.arrays[given["digest"]]), before)
     assert wrote["digest"] != read["digest"] and trace.arrays[read["digest"]].max() == 9
@@ -138,11 +161,26 @@ def test_nested_arguments_and_outputs_have_dotted_names():
             model(x, x * 2, pair=(x, {"b": x}), scale=scale, extra=x * 3)
 
     trace = traced(Nested(), run)
-    assert trace.rows(step=0, role="in")["name"].tolist() == ["x", "rest.0", "pair.0", "pair.1.b", "extra"]
-    assert trace.rows(step=0, role="out")["name"].tolist() == ["out.states", "out.more.k.0", "out.more.k.1.0"]
+    assert trace.rows(step=0, role="in")["name"].tolist() == [
+        "x",
+        "rest.0",
+        "pair.0",
+        "pair.1.b",
+        "extra",
+    ]
+    assert trace.rows(step=0, role="out")["name"].tolist() == [
+        "out.states",
+        "out.more.k.0",
+        "out.more.k.1.0",
+    ]
     inner = nn.Linear(4, 4)
     twice = traced(nn.Sequential(inner, inner), lambda m: [m(torch.ones(2, 4)) for _ in range(2)])
-    assert twice.rows(module="0", role="in")[["step", "call"]].values.tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert twice.rows(module="0", role="in")[["step", "call"]].values.tolist() == [
+        [0, 0],
+        [0, 1],
+        [1, 0],
+        [1, 1],
+    ]
     assert len(twice.params) == 8  # weight and bias of each call
 
 
@@ -176,7 +214,10 @@ def test_a_modified_weight_keeps_its_owner_and_gets_a_new_digest():
         model.to(torch.float64)(x.double())
     params = builder.trace().params
     read = params.groupby("owner_path")["digest"]
-    assert set(params["owner"]) == {"draft"} and read.nunique().to_dict() == {"weight": 5, "bias": 2}
+    assert set(params["owner"]) == {"draft"} and read.nunique().to_dict() == {
+        "weight": 5,
+        "bias": 2,
+    }
     assert params["digest"].iloc[-1] in {digest_tensor(weight) for weight in model.parameters()}
 
 
@@ -208,7 +249,9 @@ def test_errors_remove_the_hooks_and_do_not_shift_later_steps(tmp_path):
     assert len(trace.rows(module="inner", role="in")) == 3
     assert trace.rows(module="", role="out")["step"].tolist() == [0, 2]
     assert set(trace.params["module"]) == {"inner"}
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()) and "forward" not in vars(model)
+    assert not any(
+        m._forward_hooks or m._forward_pre_hooks for m in model.modules()
+    ) and "forward" not in vars(model)
     assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
 
 
@@ -247,7 +290,11 @@ def test_each_call_of_the_model_or_of_its_forward_is_one_step(how):
     with capture(engine) as builder:
         feeds(engine, engine.forward if how == "forward" else engine)
     trace = builder.trace()
-    assert [(s["length"], s["first_position"]) for s in trace.facts["steps"]] == [(5, 0), (1, 5), (1, 6)]
+    assert [(s["length"], s["first_position"]) for s in trace.facts["steps"]] == [
+        (5, 0),
+        (1, 5),
+        (1, 6),
+    ]
     heads = Alignment(trace).whole[Key("head", 0, "out", "out")]
     assert heads.values.shape == (7, 20) and heads.gaps.tolist() == [0, 1, 2, 3]
     assert trace.rows(module="head", role="out")["step"].tolist() == [0, 1, 2]

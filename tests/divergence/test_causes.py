@@ -66,21 +66,39 @@ def turned(original, *args, **kwargs):
 
 CASES = {
     "repacked": (repacked, "S0", "WEIGHTS", {"strange read"}, {"foreign read"}),
-    "repacked, of another": (repacked_of_another, "S0 S1 S2 S5", "IDENTITY", {"strange read"}, set()),
+    "repacked, of another": (
+        repacked_of_another,
+        "S0 S1 S2 S5",
+        "IDENTITY",
+        {"strange read"},
+        set(),
+    ),
     "a head that is right alone": (shared_logits, "S0 S1 S2", "STATE", {"head"}, set()),
     "scale": (sharper, "S0 S0w", "COMPUTATION", {"slots right", "values right"}, {"near"}),
-    "keys turned": (runs("model.layers.1.self_attn", turned), "S0 S0w", "COMPUTATION", {"values right"},
-                    {"slots right", "near"}),
-    "eps": (lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0), "S0",
-            "COMPUTATION", {"right read"}, set()),
-}  # fmt: skip
+    "keys turned": (
+        runs("model.layers.1.self_attn", turned),
+        "S0 S0w",
+        "COMPUTATION",
+        {"values right"},
+        {"slots right", "near"},
+    ),
+    "eps": (
+        lambda draft, _: replaced(draft.model.layers[1].input_layernorm, "variance_epsilon", 1.0),
+        "S0",
+        "COMPUTATION",
+        {"right read"},
+        set(),
+    ),
+}
 """Services, set-ups to run, the cause that must rank first, facts that must and must not hold."""
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_right_cause_ranks_first(divergence_lab, name):
     deploy, setups, cause, hold, fail = CASES[name]
-    evidence = gather(divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()})
+    evidence = gather(
+        divergence_lab, {setup: divergence_lab.run(setup, deploy) for setup in setups.split()}
+    )
     first, second, *_ = rank(evidence)
     assert first.name == cause and first.score > second.score + 1, [*map(str, (first, second))]
     assert all(map(evidence.get, hold)) and not any(map(evidence.get, fail)), evidence
@@ -95,7 +113,9 @@ def int8_cache(draft, neighbour):
 
     def around(original, *args, past_key_values, **kwargs):
         update = past_key_values.update
-        stored = lambda keys, values, *rest, **more: update(rounded(keys), rounded(values), *rest, **more)  # noqa: E731
+        stored = lambda keys, values, *rest, **more: update(
+            rounded(keys), rounded(values), *rest, **more
+        )  # noqa: E731
         with replaced(past_key_values, "update", stored):
             return original(*args, past_key_values=past_key_values, **kwargs)
 
@@ -112,10 +132,19 @@ def test_keys_and_values_rounded_to_int8_do_not_count_as_right(divergence_lab):
 
 def test_a_fault_in_a_module_without_parameters_is_a_computation_fault():
     """One activation function replaces another, in a small dense model."""
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-                         num_attention_heads=2, hidden_act="gelu")  # fmt: skip
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        hidden_act="gelu",
+    )
     torch.manual_seed(0)
-    dense = Lab(LlamaForCausalLM(config).eval(), script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64))
+    dense = Lab(
+        LlamaForCausalLM(config).eval(),
+        script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64),
+    )
     deploy = runs("model.layers.1.mlp.act_fn", lambda original, states: states.relu())
     evidence = gather(dense, {"S0": dense.run("S0", deploy)})
     assert evidence["module"] == "layers.1.mlp.act_fn" and not evidence["parameters"]

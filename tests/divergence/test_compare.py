@@ -37,7 +37,9 @@ class Subject:
     def traced(self, *faults, script=SCRIPT, beside=None, model=None, at_use=True, **options):
         model, known = model or self.draft, {} if beside is None else {"target": beside}
         with ExitStack() as planted:
-            self.faults = [planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults]
+            self.faults = [
+                planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults
+            ]
             builder = planted.enter_context(capture(model, known=known, at_use=at_use))
             feed_script(model, script, before=lambda feed: beside and self.step(beside, builder))
         return builder.trace()
@@ -53,7 +55,9 @@ class Subject:
         return builder.trace()
 
 
-@pytest.fixture(scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["float32", pytest.param("bfloat16", marks=pytest.mark.slow)]
+)
 def pair(request):
     return Subject(request.param)
 
@@ -75,11 +79,20 @@ def hooked(*changes):
 
 SHAPES = {"expert_scale": "1.02", "random_head": "other operands", "dummy_tokens": "token 0 only"}
 """How `likely` describes the first error, by fault."""
-QUICK = ("positional_registry", "foreign_routing", "kv_slot_swap", "rope_mismatch", "dummy_tokens", "uniform_offset")
+QUICK = (
+    "positional_registry",
+    "foreign_routing",
+    "kv_slot_swap",
+    "rope_mismatch",
+    "dummy_tokens",
+    "uniform_offset",
+)
 """One fault of each kind; the others run as slow tests."""
 
 
-@pytest.mark.parametrize("fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS]
+)
 def test_the_module_and_the_token_of_every_fault_are_found(pair, fault):
     comparison = compare_traces(pair.reference, pair.traced(fault, beside=pair.target))
     planted, first = pair.faults[0], comparison.first
@@ -87,14 +100,21 @@ def test_the_module_and_the_token_of_every_fault_are_found(pair, fault):
         assert comparison.verdict != "DIVERGENT" and first is None
         return
     assert first.module == planted.first
-    assert any(begin <= first.first_token and (end is None or first.first_token < end) for begin, end in planted.tokens)
+    assert any(
+        begin <= first.first_token and (end is None or first.first_token < end)
+        for begin, end in planted.tokens
+    )
     # two traces alone do not show whether other tokens were fed on purpose
     assert comparison.verdict == ("INCONCLUSIVE" if fault == "dummy_tokens" else "DIVERGENT")
     assert SHAPES.get(fault, "") in comparison.likely
-    assert (comparison.drift is not None) == (fault in ("untrimmed", "overtrimmed", "overtrimmed_by_two"))
+    assert (comparison.drift is not None) == (
+        fault in ("untrimmed", "overtrimmed", "overtrimmed_by_two")
+    )
 
 
-@pytest.mark.parametrize("script", [PREFILL, BLOCKS, Script.blocks(TEXT, width=1)], ids=["prefill", "blocks", "steps"])
+@pytest.mark.parametrize(
+    "script", [PREFILL, BLOCKS, Script.blocks(TEXT, width=1)], ids=["prefill", "blocks", "steps"]
+)
 def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
     other = pair.traced(script=script)
     for a, b in ((pair.reference, other), (other, pair.reference)):
@@ -106,12 +126,17 @@ def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
 
 def test_a_tensor_that_changes_between_modules_is_blamed_on_the_container(single):
     """An input that equals another module's output is compared with it, whatever else is wrong."""
-    handle = single.draft.model.layers[0].register_forward_pre_hook(lambda _, args: (args[0] * 1.5, *args[1:]))
+    handle = single.draft.model.layers[0].register_forward_pre_hook(
+        lambda _, args: (args[0] * 1.5, *args[1:])
+    )
     try:
         minimal = compare_traces(single.reference, single.traced("rope_mismatch", start=0)).minimal
     finally:
         handle.remove()
-    assert [(node.module, node.at) for node in minimal] == [("rotary_emb", "rotary_emb"), ("model", "layers.0")]
+    assert [(node.module, node.at) for node in minimal] == [
+        ("rotary_emb", "rotary_emb"),
+        ("model", "layers.0"),
+    ]
     assert minimal[1].n_tokens == len(TEXT)
 
 
@@ -136,8 +161,13 @@ def test_sound_runs_must_have_the_compared_text(single):
     other = single.traced(script=Script.blocks(text, width=5))
     with pytest.raises(InputError, match="no position 17"):
         compare_traces(single.reference, single.reference, sound=[other])
-    candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))  # the sound run has all of these tokens
-    assert compare_traces(single.reference, candidate, sound=[other]).verdict in ("SOUND", "PRECISION_ONLY")
+    candidate = single.traced(
+        script=Script.blocks(TEXT[:-1], width=5)
+    )  # the sound run has all of these tokens
+    assert compare_traces(single.reference, candidate, sound=[other]).verdict in (
+        "SOUND",
+        "PRECISION_ONLY",
+    )
     batch = single.batch(TEXT[:6], TEXT[6:12])
     with pytest.raises(InputError, match="batch of 2"):
         compare_traces(batch, batch)
@@ -173,7 +203,9 @@ def test_another_expert_is_a_fault_but_a_tie_only_ends_the_comparison(single):
     with rerouted(tied):
         other = single.traced(script=PREFILL, model=tied)
     unknown = compare_traces(clean, other)
-    assert unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
+    assert (
+        unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
+    )
     # After such a choice, a sound run sets no floor.
     with FAULTS["expert_scale_in_op"](tied, layer=3):
         scaled = single.traced(script=PREFILL, model=tied)
@@ -189,8 +221,10 @@ def test_errors_that_no_module_causes_are_tolerated_up_to_a_limit(single):
             out.logits = out.logits * last
             return out
 
-        first, second = ((module, lambda out, by=by: out * by) for module, by in (
-            (draft.model.norm, 1 + 1.5e-6), (draft.lm_head, 1 + 1.2e-5)))  # fmt: skip
+        first, second = (
+            (module, lambda out, by=by: out * by)
+            for module, by in ((draft.model.norm, 1 + 1.5e-6), (draft.lm_head, 1 + 1.2e-5))
+        )
         with hooked(first, second, (draft, whole)):
             return compare_traces(single.reference, single.traced())
 
@@ -204,11 +238,16 @@ def test_errors_that_no_module_causes_are_tolerated_up_to_a_limit(single):
 def test_foreign_parameters_are_named_if_the_inputs_agree(single):
     beside = single.traced("positional_registry", beside=single.target)
     comparison = compare_traces(single.reference, beside)
-    assert "target:model.layers.0.mlp.experts" in comparison.line and "other operands" in comparison.likely
+    assert (
+        "target:model.layers.0.mlp.experts" in comparison.line
+        and "other operands" in comparison.likely
+    )
     foreign = comparison.reads.loc[comparison.reads["says"] == "foreign", "module"]
     assert {*foreign} == {f"layers.{i}.mlp.experts" for i in range(4)}
     # next to a copy of itself the values agree, but the parameters are not its own
-    copied = compare_traces(single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft)))
+    copied = compare_traces(
+        single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft))
+    )
     assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
     assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
 
@@ -217,13 +256,22 @@ def test_runs_are_compared_up_to_the_first_different_token(single):
     other = [*TEXT[:6], *np.random.default_rng(1).integers(0, 256, 12).tolist()]
 
     def compared(*faults, text=other):
-        return compare_traces(single.reference, single.traced(*faults, script=Script.blocks(text, width=4)))
+        return compare_traces(
+            single.reference, single.traced(*faults, script=Script.blocks(text, width=4))
+        )
 
     comparison = compared()
-    assert comparison.verdict == "INCONCLUSIVE" and comparison.coverage["tokens"] == 6 == comparison.fork.position
+    assert (
+        comparison.verdict == "INCONCLUSIVE"
+        and comparison.coverage["tokens"] == 6 == comparison.fork.position
+    )
     # a faulty draft chooses other tokens; the positions before them show why
     faulty = compared("expert_scale")
-    assert faulty.verdict == "DIVERGENT" and faulty.first.module == EXPERTS and faulty.first.last_token == 5
+    assert (
+        faulty.verdict == "DIVERGENT"
+        and faulty.first.module == EXPERTS
+        and faulty.first.last_token == 5
+    )
     assert "not fed the same tokens" in faulty.line
     nothing = compared(text=other[6:])
     assert nothing.verdict == "INCONCLUSIVE" and nothing.coverage["tokens"] == 0
@@ -261,7 +309,11 @@ def test_nan_is_found_where_the_other_run_has_another_value(single, value, other
 
     comparison = compare_traces(traced(value), traced(other))
     first = comparison.first
-    assert comparison.verdict == "DIVERGENT" and first.module == "lm_head" and "NaN" in comparison.likely
+    assert (
+        comparison.verdict == "DIVERGENT"
+        and first.module == "lm_head"
+        and "NaN" in comparison.likely
+    )
     assert json.loads(json.dumps(comparison.document(), allow_nan=False))["first"]["error"] is None
     assert (first.first_token, first.n_tokens) == (7, 1)
     assert compare_traces(traced(value), traced(value)).verdict == "SOUND"
@@ -272,7 +324,9 @@ def test_tokens_before_the_first_nan_are_not_blamed(single):
     sound, norm = single.traced(script=PREFILL), single.draft.model.layers[1].input_layernorm
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
         comparison = compare_traces(sound, single.traced(script=PREFILL))
-    assert [(node.module, node.first_token) for node in comparison.minimal] == [("layers.1.input_layernorm", 7)]
+    assert [(node.module, node.first_token) for node in comparison.minimal] == [
+        ("layers.1.input_layernorm", 7)
+    ]
 
 
 # --- coverage -------------------------------------------------------------------------------------
@@ -285,10 +339,16 @@ def test_tensors_that_were_not_compared_are_listed(single):
     whole = single.traced()
     comparison = compare_traces(single.reference, without(whole, "layers.2.mlp.experts"))
     coverage = comparison.coverage
-    assert "layers.2.mlp.experts:out:out" in coverage["only_reference"] and not coverage["only_candidate"]
+    assert (
+        "layers.2.mlp.experts:out:out" in coverage["only_reference"]
+        and not coverage["only_candidate"]
+    )
     assert coverage["compared"] == coverage["modules"] - 1
     head = copy.deepcopy(single.draft)
     head.lm_head = torch.nn.Linear(64, 200, bias=False)
     comparison = compare_traces(single.reference, single.traced(model=head))
-    assert "lm_head:out:out" in comparison.coverage["reshaped"] and comparison.verdict == "INCONCLUSIVE"
+    assert (
+        "lm_head:out:out" in comparison.coverage["reshaped"]
+        and comparison.verdict == "INCONCLUSIVE"
+    )
     assert compare_traces(single.reference, without(whole, "")).verdict == "INCONCLUSIVE"

@@ -43,7 +43,9 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
     first = found.first
     assert (first and first.module, first and first.first_token) == (module, token), found.line
     if module is not None:
-        assert found.causes[0].name == cause and found.bad.setup.id == setups.split()[-1], found.line
+        assert found.causes[0].name == cause and found.bad.setup.id == setups.split()[-1], (
+            found.line
+        )
     else:
         says = "offset by one number" if name == "uniform_offset" else "another order"
         assert found.verdict == cause and says in found.reason and found.exit_code == 0, found.line
@@ -53,19 +55,35 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
 def test_a_fault_matches_its_description_and_is_removed_after_an_exception(divergence_lab, name):
     """If a fault did not declare that it waits, one that never acted would count as a case."""
     lab, neighbour = divergence_lab, small.copy_of(divergence_lab.target)
-    before = [{key: value.clone() for key, value in model.state_dict().items()} for model in (lab.draft, neighbour)]
+    before = [
+        {key: value.clone() for key, value in model.state_dict().items()}
+        for model in (lab.draft, neighbour)
+    ]
     addresses = [parameter.data_ptr() for parameter in lab.draft.parameters()]
     with pytest.raises(KeyError), FAULTS[name](lab.draft, neighbour) as fault:
-        feed(lab.draft, lab.script, before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False))
+        feed(
+            lab.draft,
+            lab.script,
+            before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False),
+        )
         raise KeyError
-    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == FAULTS[name].waits
+    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == FAULTS[
+        name
+    ].waits
     if FOUND[name][1] is not None:
-        assert any(start <= FOUND[name][1] and (end is None or FOUND[name][1] < end) for start, end in fault.tokens)
+        assert any(
+            start <= FOUND[name][1] and (end is None or FOUND[name][1] < end)
+            for start, end in fault.tokens
+        )
     for model, saved in zip((lab.draft, neighbour), before, strict=True):
         after = model.state_dict()
-        assert list(after) == list(saved) and all(torch.equal(after[key], saved[key]) for key in saved)
+        assert list(after) == list(saved) and all(
+            torch.equal(after[key], saved[key]) for key in saved
+        )
         assert not any("forward" in vars(module) for module in model.modules())
-        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        assert not any(
+            module._forward_pre_hooks or module._forward_hooks for module in model.modules()
+        )
     assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
 
 

@@ -14,7 +14,9 @@ from tests.measure.test_pair import PLAIN, PROMPT, near
 
 
 def audited(model, *outputs, other=None):
-    return audit_texts(model, [ForeignText(prompt=PROMPT, output=output) for output in outputs], other)
+    return audit_texts(
+        model, [ForeignText(prompt=PROMPT, output=output) for output in outputs], other
+    )
 
 
 def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
@@ -22,12 +24,21 @@ def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
     target = toy.markov(5, order=2, seed=3)
     plain = generate(target, PROMPT, max_new_tokens=20).token_ids
     result = audited(target, plain)
-    assert (result.sources[0].verdict, result.sources[0].forks, result.sources[0].tokens) == ("identical", 0, 20)
+    assert (result.sources[0].verdict, result.sources[0].forks, result.sources[0].tokens) == (
+        "identical",
+        0,
+        20,
+    )
     changed = (*plain[:7], (plain[7] + 1) % 5)
     behind = generate(target, PROMPT + changed, max_new_tokens=12).token_ids
     result = audited(target, changed + behind)
     source = result.sources[0]
-    assert (source.verdict, source.forks, source.first.strip(), result.exit_code) == ("hard", 1, "token 7", 1)
+    assert (source.verdict, source.forks, source.first.strip(), result.exit_code) == (
+        "hard",
+        1,
+        "token 7",
+        1,
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +52,9 @@ def test_the_targets_own_text_is_identical_and_one_wrong_token_is_one_fork():
         (0.2, 0.0, 0.125, "near ties", 0),
     ],
 )
-def test_a_margin_is_compared_with_the_noise_of_the_target_or_other_model(gap, noise, of_other, verdict, code):
+def test_a_margin_is_compared_with_the_noise_of_the_target_or_other_model(
+    gap, noise, of_other, verdict, code
+):
     """Rows have a range of 5. Blocks change them by the noise of the target or the other model."""
     other = None if of_other is None else near(gap, of_other)
     result = audited(near(gap, noise), (*PLAIN[:2], 3, *[1] * 4), PLAIN, other=other)
@@ -52,7 +65,9 @@ def test_a_margin_is_compared_with_the_noise_of_the_target_or_other_model(gap, n
     assert result.limit == (pytest.approx(2 * measured, rel=0.1) if known else None)
 
 
-@pytest.mark.parametrize(("plain_forks", "verdict", "new"), [(0, "hard", 40), (1, "hard", 39), (38, "near ties", 2)])
+@pytest.mark.parametrize(
+    ("plain_forks", "verdict", "new"), [(0, "hard", 40), (1, "hard", 39), (38, "near ties", 2)]
+)
 def test_near_ties_that_are_more_frequent_with_drafts_are_a_fault(plain_forks, verdict, new):
     """In 40 texts, the control has `plain_forks`, the drafted source one each, all within noise."""
     outputs = [(*PLAIN[:2], 3 if i < plain_forks else 2, 1) for i in range(40)]
@@ -80,7 +95,9 @@ def test_an_output_given_as_text_continues_its_prompt(before, after):
     """Encoded alone, it would have a BOS, a space or an EOS that the target did not generate."""
     target = toy.markov(5, order=2, seed=3)
     target.__class__, target.before, target.after = Surrounding, before, after
-    target.vocab = replace(target.vocab, pieces=(b"a", b"b", b"c", b"\n", b" "), add_bos="bos" in before)
+    target.vocab = replace(
+        target.vocab, pieces=(b"a", b"b", b"c", b"\n", b" "), add_bos="bos" in before
+    )
     plain = generate(target, "abc", max_new_tokens=24)
     sources = audit_texts(target, [ForeignText(prompt="abc", output=plain.text)]).sources
     assert [(s.verdict, s.tokens, s.forks) for s in sources] == [("identical", 24, 0)]
@@ -108,7 +125,9 @@ def test_a_file_without_valid_texts_is_refused_with_its_name(line, tmp_path):
         read_texts(tmp_path / "texts.jsonl")
 
 
-@pytest.mark.parametrize(("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx"), ((99,), "99")])
+@pytest.mark.parametrize(
+    ("output", "says"), [((), "no output token"), ((1,) * 5_000, "n_ctx"), ((99,), "99")]
+)
 def test_outputs_that_cannot_be_judged_are_refused(output, says):
     with pytest.raises(InputError, match=says):
         audited(near(1.0, 0.0), output)

@@ -40,7 +40,9 @@ def test_a_sound_draft_is_sound_in_every_set_up(lab):
 
 
 def test_the_case_is_solved_in_one_call(foreign):
-    assert foreign.line.startswith(f"DIVERGENT: first at {BANK}, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY")
+    assert foreign.line.startswith(
+        f"DIVERGENT: first at {BANK}, {TOKENS} of {TOKENS} tokens from 0 on; cause IDENTITY"
+    )
     assert list(foreign.nodes()["module"]) == [f"layers.{i}.mlp.experts" for i in range(4)]
     assert list(foreign.setups()["foreign"]) == [0, 0, 16, 16, 16, 16, 16, 16]
     read = json.loads(json.dumps(foreign.document(), allow_nan=False))
@@ -50,7 +52,11 @@ def test_the_case_is_solved_in_one_call(foreign):
 
 def test_foreign_weights_are_reported_even_if_their_values_are_right(lab):
     found = judge_service(lab, deploy=FAULTS["positional_registry"], setups=["S0", "S1"])
-    assert found.verdict == "INCONCLUSIVE" and f"{BANK} read neighbour:" in found.reason and "S2" in found.reason
+    assert (
+        found.verdict == "INCONCLUSIVE"
+        and f"{BANK} read neighbour:" in found.reason
+        and "S2" in found.reason
+    )
     assert list(found.setups()["verdict"]) == ["clean", "not run", "clean"] + ["not run"] * 5
 
 
@@ -66,11 +72,15 @@ def patched(path, change):
 def test_a_draft_that_hooks_change_or_that_is_random_is_inconclusive(lab):
     """If a service computes something else under hooks, the lab would judge the wrong run."""
 
-    watched = patched("lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0))
+    watched = patched(
+        "lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0)
+    )
     found = judge_service(lab, deploy=watched, setups=["S0"])
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
     noise = torch.Generator().manual_seed(0)
-    shaken = patched("lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise)))
+    shaken = patched(
+        "lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise))
+    )
     found = judge_service(lab, deploy=shaken, setups=["S0"])
     assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
 
@@ -105,7 +115,10 @@ def scaled(out):
 @pytest.mark.parametrize(
     ("path", "change", "cause"),
     [("model.layers.1.mlp.router", other_order, "ROUTING"), ("", scaled, "COMPUTATION")],
-    ids=["the same experts with one another's weights", "what the outermost model does to its logits"],
+    ids=[
+        "the same experts with one another's weights",
+        "what the outermost model does to its logits",
+    ],
 )
 def test_a_changed_output_is_attributed_to_its_module(lab, path, change, cause):
     found = judge_service(lab, deploy=patched(path, change), setups=["S0"])
@@ -117,22 +130,33 @@ def test_an_incomparable_module_is_judged_as_part_of_its_container():
     """In this mixture of experts, the activation is a module that gets one expert's tokens."""
     torch.manual_seed(0)
     config = MixtralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, num_local_experts=4,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
     draft, act = MixtralForCausalLM(config).eval(), "layers.1.mlp.experts.act_fn"
     with torch.no_grad():
         for weight in (weight for weight in draft.parameters() if weight.ndim > 1):
             weight.normal_(0, 0.2)
     sound = investigate(draft, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and act in sound.coverage.with_holder
-    found = investigate(draft, deploy=patched(f"model.{act}", lambda out: out * 1.05), setups=["S0"])
+    found = investigate(
+        draft, deploy=patched(f"model.{act}", lambda out: out * 1.05), setups=["S0"]
+    )
     assert found.first.module == "layers.1.mlp.experts"
 
 
 def test_a_draft_without_a_cache_to_crop_is_refused_with_a_remedy():
-    draft = MambaForCausalLM(MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)).eval()
-    with pytest.raises(InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"):
+    draft = MambaForCausalLM(
+        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
+    ).eval()
+    with pytest.raises(
+        InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"
+    ):
         investigate(draft)
 
 
@@ -161,7 +185,9 @@ def test_another_expert_is_rounding_at_a_tie_and_a_fault_otherwise(lab):
     def exchanged(first, second):
         def run(original, states):
             logits, scores, chosen = original(states)
-            other = torch.where(chosen == first, second, torch.where(chosen == second, first, chosen))
+            other = torch.where(
+                chosen == first, second, torch.where(chosen == second, first, chosen)
+            )
             return logits, scores, other
 
         return replace_forward(router, run)
@@ -174,7 +200,9 @@ def test_another_expert_is_rounding_at_a_tie_and_a_fault_otherwise(lab):
 def last_logits(draft, neighbour):
     """Compute logits only for the last token of each feed, as engines do."""
     original = draft.forward
-    return replaced(draft, "forward", lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1))
+    return replaced(
+        draft, "forward", lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1)
+    )
 
 
 @contextmanager
@@ -185,7 +213,9 @@ def last_logits_of_another_head(draft, neighbour):
 
 
 def test_logits_of_only_the_last_tokens_are_compared(lab):
-    sound, wrong = (lab.run("S0", service) for service in (last_logits, last_logits_of_another_head))
+    sound, wrong = (
+        lab.run("S0", service) for service in (last_logits, last_logits_of_another_head)
+    )
     assert sound.clean and Coverage.of(sound, lab.draft).complete
     assert {*wrong.wrong["module"]} == {"lm_head"}
 
@@ -209,4 +239,7 @@ def test_one_cause_is_named_if_its_score_is_high_and_clearly_ahead(foreign, best
     causes = (Cause("WEIGHTS", best, signs, (), ""), Cause("STATE", second, (), (), ""))
     found = replace(foreign, causes=causes)
     expected = "cause WEIGHTS (it is" if known else "cause not known; likeliest WEIGHTS (it is"
-    assert f"; {expected} wrong alone, too); " in found.line and found.document()["cause_known"] is known
+    assert (
+        f"; {expected} wrong alone, too); " in found.line
+        and found.document()["cause_known"] is known
+    )

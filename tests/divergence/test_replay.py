@@ -20,8 +20,16 @@ BLOCKS = Script.blocks(TEXT, width=5)
 
 
 def test_a_script_ends_with_its_text_despite_rollbacks():
-    assert SCRIPT.text == tuple(TEXT) == Script.blocks(TEXT, width=4).text and any(feed.forget for feed in SCRIPT.feeds)
-    for feeds in ((), (Feed(()),), (Feed((1,), 1),), (Feed((1, 2)), Feed((3,), 4)), (Feed((1,), -1),)):
+    assert SCRIPT.text == tuple(TEXT) == Script.blocks(TEXT, width=4).text and any(
+        feed.forget for feed in SCRIPT.feeds
+    )
+    for feeds in (
+        (),
+        (Feed(()),),
+        (Feed((1,), 1),),
+        (Feed((1, 2)), Feed((3,), 4)),
+        (Feed((1,), -1),),
+    ):
         with pytest.raises(InputError):
             Script(feeds)
 
@@ -45,7 +53,9 @@ def test_missing_values_of_a_run_are_omitted_or_taken_from_the_copy(divergence_l
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
     assert locate(judge_errors(errors, lab.floor, aligned.last_step)).empty
-    assert {3, 4}.isdisjoint(errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"])
+    assert {3, 4}.isdisjoint(
+        errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"]
+    )
 
 
 class InPlace(nn.Module):
@@ -53,7 +63,11 @@ class InPlace(nn.Module):
 
     def __init__(self, *, last):
         super().__init__()
-        self.embed, self.act, self.head = nn.Embedding(256, 4), nn.ReLU(inplace=True), nn.Linear(4, 7)
+        self.embed, self.act, self.head = (
+            nn.Embedding(256, 4),
+            nn.ReLU(inplace=True),
+            nn.Linear(4, 7),
+        )
         self.last = last
 
     def forward(self, input_ids, use_cache=False):

@@ -23,7 +23,9 @@ def logged(seed, n_tokens=150, fault=NOTHING, **options):
     drafter, heard = ModelDrafter(draft), []
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": n_tokens, "seed": seed} | options
     with PLANTED[fault](drafter):
-        generation = generate_logged(target, [seed % V], drafter=drafter, on_position=heard.append, **settings)
+        generation = generate_logged(
+            target, [seed % V], drafter=drafter, on_position=heard.append, **settings
+        )
     return heard, generation
 
 
@@ -65,13 +67,17 @@ def test_sound_sampling_is_inconclusive_until_there_are_enough_positions():
     assert audit(heard, effect=0.01).more > 20 * len(heard)
 
 
-@pytest.mark.parametrize("drafter", [LookupDrafter, lambda: ModelDrafter(related(3)[0])], ids=["lookup", "itself"])
+@pytest.mark.parametrize(
+    "drafter", [LookupDrafter, lambda: ModelDrafter(related(3)[0])], ids=["lookup", "itself"]
+)
 def test_deterministic_and_perfect_drafters_raise_no_alarm(drafter):
     """If the target drafts for itself, nothing is rejected, and only rounding varies."""
     tally = SamplingTally()
     for seed in range(8):
         options = {"temperature": 0.7, "k": 3, "max_new_tokens": 150, "seed": seed}
-        generate_logged(related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), on_position=tally.add, **options)
+        generate_logged(
+            related(3)[0], [1, 2, 1, 2, seed], drafter=drafter(), on_position=tally.add, **options
+        )
     audited = tally.audit()
     assert audited.causes == () and audited.flaws == {} and audited.replayed == audited.n > 100
 
@@ -82,7 +88,9 @@ def logged_trees(temperature, seeds=range(8)):
     for seed in seeds:
         settings = {"temperature": temperature, "k": 6, "max_new_tokens": 120, "seed": seed}
         drafter = Trees(6, V, seed)
-        generate_logged(related(seed)[0], [seed % V], drafter=drafter, on_position=heard.append, **settings)
+        generate_logged(
+            related(seed)[0], [seed % V], drafter=drafter, on_position=heard.append, **settings
+        )
     return heard
 
 
@@ -116,9 +124,15 @@ def test_greedy_positions_are_checked_exactly_and_few_suffice():
     assert audited.exact == audited.n and audited.replayed == 0 and audited.verdict == "sound"
     assert all(z is None for z in zs(audited).values())
     kept = next(i for i, position in enumerate(heard) if position.accepted)
-    heard[kept] = heard[kept]._replace(accepted=False, committed_id=(heard[kept].committed_id + 1) % V)
+    heard[kept] = heard[kept]._replace(
+        accepted=False, committed_id=(heard[kept].committed_id + 1) % V
+    )
     audited = audit(heard)
-    assert audited.verdict == "wrong" and audited.flaws["accept"].position == kept and "committed" in audited.flaws
+    assert (
+        audited.verdict == "wrong"
+        and audited.flaws["accept"].position == kept
+        and "committed" in audited.flaws
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.0}, {"top_k": 5, "top_p": 0.8}], ids=str)
@@ -134,7 +148,8 @@ def test_logging_does_not_change_the_rounds(options):
 
 
 @pytest.mark.parametrize(
-    ("fault", "cause"), [(TOP_K, MEANING["z_surp"][0]), (GREEDY, MEANING["z_surp"][0]), (FROM_P, CAUSES["residual"])]
+    ("fault", "cause"),
+    [(TOP_K, MEANING["z_surp"][0]), (GREEDY, MEANING["z_surp"][0]), (FROM_P, CAUSES["residual"])],
 )
 def test_a_planted_fault_is_detected_by_each_kind_of_check_and_removed(fault, cause):
     """With random numbers, without them, and by the two sums alone."""
@@ -155,7 +170,10 @@ def test_the_trial_of_notebook_08_detects_exactly_the_planted_faults():
 
 
 def test_a_resample_from_p_is_found_by_its_random_number():
-    p, q = np.array([0.1, 0.5, 0.4]), np.array([0.8, 0.1, 0.1])  # the residual's edges are at 0, 0.571, 1
+    p, q = (
+        np.array([0.1, 0.5, 0.4]),
+        np.array([0.8, 0.1, 0.1]),
+    )  # the residual's edges are at 0, 0.571, 1
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
     for u in (0.58, 0.9):

@@ -15,38 +15,69 @@ from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import swapped
 
 SMALL = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 DEEPSEEK = {
-    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8,
-    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1, "num_key_value_heads": 4,
-}  # fmt: skip
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 LLAMA4 = {
-    "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8,
-    "intermediate_size_mlp": 48, "no_rope_layers": [1, 0],
-}  # fmt: skip
+    "head_dim": 8,
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "attention_chunk_size": 8,
+    "intermediate_size_mlp": 48,
+    "no_rope_layers": [1, 0],
+}
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MAKERS = {
-    "llama": {}, "qwen2": {}, "qwen3": {"head_dim": 8}, "phi3": {}, "gemma2": {"head_dim": 8, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8}, "gpt2": OLD,
-    "gptj": OLD | {"rotary_dim": 8}, "mixtral": {"num_local_experts": 4},
-    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8}, "qwen3_moe": MOE | {"head_dim": 8},
-    "deepseek_v3": DEEPSEEK, "llama4_text": LLAMA4,
-}  # fmt: skip
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 8},
+    "phi3": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "gpt2": OLD,
+    "gptj": OLD | {"rotary_dim": 8},
+    "mixtral": {"num_local_experts": 4},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8},
+    "qwen3_moe": MOE | {"head_dim": 8},
+    "deepseek_v3": DEEPSEEK,
+    "llama4_text": LLAMA4,
+}
 """Small drafts that differ in norms, windows, experts and position encodings."""
 DOWN = "layers.1.mlp.down_proj"
 slow = pytest.mark.slow
 
 
 def made(kind, seed=0, **options):
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SMALL | MAKERS[kind] | options)).eval()
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(kind, **SMALL | MAKERS[kind] | options)
+    ).eval()
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in model.parameters():
-            weight.copy_(torch.randn(weight.shape, generator=draw) * (0.2 if weight.ndim > 1 else 1))
+            weight.copy_(
+                torch.randn(weight.shape, generator=draw) * (0.2 if weight.ndim > 1 else 1)
+            )
     return model
 
 
@@ -90,7 +121,9 @@ def counts_on_after_a_rejection(draft, neighbour):
         late = 0 if past_key_values is None else late or int(held < most)
         most = held + input_ids.shape[1]
         ids = torch.arange(held, most)[None] + late
-        return original(input_ids=input_ids, past_key_values=past_key_values, position_ids=ids, **options)
+        return original(
+            input_ids=input_ids, past_key_values=past_key_values, position_ids=ids, **options
+        )
 
     with replaced(draft, "forward", forward):
         yield
@@ -108,28 +141,73 @@ class Wrong(NamedTuple):
 
 
 WRONG = {
-    "values copied": Wrong(lambda: made("qwen2"), of_neighbour(
-        lambda d, n: change_values({down(d).weight: down(n).weight})), "S0 S1 S2", DOWN, "IDENTITY"),
-    "tied head drawn": Wrong(tied, untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())), "S0",
-                             "lm_head", "HEAD"),
-    "tied head of a neighbour": Wrong(tied, of_neighbour(lambda d, n: untied(lambda _: head_of(n))(d, n)), "S0 S2 S3",
-                                      "lm_head", "IDENTITY", lambda: tied(5)),
+    "values copied": Wrong(
+        lambda: made("qwen2"),
+        of_neighbour(lambda d, n: change_values({down(d).weight: down(n).weight})),
+        "S0 S1 S2",
+        DOWN,
+        "IDENTITY",
+    ),
+    "tied head drawn": Wrong(
+        tied,
+        untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())),
+        "S0",
+        "lm_head",
+        "HEAD",
+    ),
+    "tied head of a neighbour": Wrong(
+        tied,
+        of_neighbour(lambda d, n: untied(lambda _: head_of(n))(d, n)),
+        "S0 S2 S3",
+        "lm_head",
+        "IDENTITY",
+        lambda: tied(5),
+    ),
     "head biased": Wrong(tied, biased, "S0", "lm_head", "COMPUTATION"),
-    "one expert of two": Wrong(lambda: made("gpt_oss", num_experts_per_tok=2), lambda d, _: swapped(
-        d.model.layers[1].mlp.router, "top_k", 1), "S0", "layers.1.mlp.router", "ROUTING"),
-    "other frequencies": Wrong(lambda: made("qwen2"), lambda d, _: change_values(
-        {d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}), "S0", "rotary_emb", "POSITION"),
-    "longer angles": Wrong(lambda: made("qwen2"), lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
-                           "S0", "rotary_emb", "COMPUTATION"),
-    "positions counted on": Wrong(lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model",
-                                  "POSITION"),
-    "complex angles turned back": Wrong(lambda: made("llama4_text"), lambda d, _: replace_forward(
-        d.model.rotary_emb, lambda run, *args: run(*args).conj()), "S0", "rotary_emb", "POSITION"),
-}  # fmt: skip
-QUICK = ("values copied", "tied head drawn", "head biased", "one expert of two", "other frequencies")
+    "one expert of two": Wrong(
+        lambda: made("gpt_oss", num_experts_per_tok=2),
+        lambda d, _: swapped(d.model.layers[1].mlp.router, "top_k", 1),
+        "S0",
+        "layers.1.mlp.router",
+        "ROUTING",
+    ),
+    "other frequencies": Wrong(
+        lambda: made("qwen2"),
+        lambda d, _: change_values({d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}),
+        "S0",
+        "rotary_emb",
+        "POSITION",
+    ),
+    "longer angles": Wrong(
+        lambda: made("qwen2"),
+        lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
+        "S0",
+        "rotary_emb",
+        "COMPUTATION",
+    ),
+    "positions counted on": Wrong(
+        lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model", "POSITION"
+    ),
+    "complex angles turned back": Wrong(
+        lambda: made("llama4_text"),
+        lambda d, _: replace_forward(d.model.rotary_emb, lambda run, *args: run(*args).conj()),
+        "S0",
+        "rotary_emb",
+        "POSITION",
+    ),
+}
+QUICK = (
+    "values copied",
+    "tied head drawn",
+    "head biased",
+    "one expert of two",
+    "other frequencies",
+)
 
 
-@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=slow) for name in WRONG])
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in WRONG]
+)
 def test_the_wrong_module_is_named_with_its_cause(name):
     wrong = WRONG[name]
     beside = wrong.target() if "S3" in wrong.setups else None
@@ -142,11 +220,20 @@ def test_the_wrong_module_is_named_with_its_cause(name):
 @slow
 def test_modules_on_which_sound_runs_disagree_are_inconclusive():
     """LongRoPE angles depend on the number of tokens fed at once, so wrong angles would pass."""
-    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
-            "original_max_position_embeddings": 16, "rope_theta": 1e4}  # fmt: skip
+    rope = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 16,
+        "rope_theta": 1e4,
+    }
     draft = made("phi3", original_max_position_embeddings=16, rope_parameters=rope)
     found = investigate(draft, setups=["S0"])
-    assert found.verdict == "INCONCLUSIVE" and "rotary_emb" in found.reason and "rotary_emb" in text(found)
+    assert (
+        found.verdict == "INCONCLUSIVE"
+        and "rotary_emb" in found.reason
+        and "rotary_emb" in text(found)
+    )
 
 
 def two_rows(draft, neighbour):
@@ -167,11 +254,19 @@ def test_the_cause_is_unknown_if_no_inner_module_was_compared():
     def beside_another_row(draft, neighbour):
         """Exchange the gate and up projections, in a batch of two."""
         gate, up = mlp.gate_proj, mlp.up_proj
-        with two_rows(draft, neighbour), swapped(mlp, "gate_proj", up), swapped(mlp, "up_proj", gate):
+        with (
+            two_rows(draft, neighbour),
+            swapped(mlp, "gate_proj", up),
+            swapped(mlp, "up_proj", gate),
+        ):
             yield
 
     found = investigate(draft, deploy=beside_another_row, setups=["S0"])
-    assert found.verdict == "DIVERGENT" and not found.cause_known and str(len(found.hidden)) in found.line
+    assert (
+        found.verdict == "DIVERGENT"
+        and not found.cause_known
+        and str(len(found.hidden)) in found.line
+    )
     assert investigate(draft, deploy=two_rows, setups=["S0"]).verdict == "INCONCLUSIVE"
 
 
@@ -192,7 +287,9 @@ def autocast(draft, neighbour):
     return torch.autocast("cpu", torch.bfloat16)
 
 
-@pytest.mark.parametrize(("kind", "half"), [("gpt_oss", loaded_in_half), pytest.param("gemma2", autocast, marks=slow)])
+@pytest.mark.parametrize(
+    ("kind", "half"), [("gpt_oss", loaded_in_half), pytest.param("gemma2", autocast, marks=slow)]
+)
 def test_a_service_in_lower_precision_is_inconclusive_with_a_remedy(kind, half):
     found = investigate(made(kind), deploy=half, setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and found.exit_code == 125, found.line
@@ -214,13 +311,21 @@ def test_permuted_neurons_are_reported_as_harmless():
     mlp = draft.model.layers[1].mlp
 
     def rolled(*places):
-        return lambda draft, _: change_values({one.weight: one.weight.data.roll(1, axis) for one, axis in places})
+        return lambda draft, _: change_values(
+            {one.weight: one.weight.data.roll(1, axis) for one, axis in places}
+        )
 
-    found = investigate(draft, deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)), setups=["S0"])
+    found = investigate(
+        draft,
+        deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)),
+        setups=["S0"],
+    )
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
     scaled = lambda draft, _: change_values({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
     in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
-    assert in_half.verdict == "DIVERGENT" and not in_half.reason, "a third is no rounding of bfloat16"
+    assert in_half.verdict == "DIVERGENT" and not in_half.reason, (
+        "a third is no rounding of bfloat16"
+    )
 
 
 @slow
@@ -244,7 +349,9 @@ def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
     draft, noise = made("qwen2"), torch.randn(64, generator=torch.Generator().manual_seed(0))
 
     def verdict(change):
-        return investigate(draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"]).verdict
+        return investigate(
+            draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"]
+        ).verdict
 
     assert verdict(torch.Tensor.bfloat16) == verdict(lambda x: x.half().float()) == "INCONCLUSIVE"
     assert verdict(lambda x: x * (1 + 1e-3 * noise)) == "DIVERGENT"  # as small, but not rounding
@@ -255,7 +362,11 @@ def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
 
 @pytest.mark.parametrize(
     ("change", "value"),
-    [(lambda x: nn.functional.pad(x, (0, 3)), "67"), (lambda x: x[0], r"\(64,\)"), (lambda x: x[:, :0], r"\(0, 64\)")],
+    [
+        (lambda x: nn.functional.pad(x, (0, 3)), "67"),
+        (lambda x: x[0], r"\(64,\)"),
+        (lambda x: x[:, :0], r"\(0, 64\)"),
+    ],
 )
 def test_logits_of_another_shape_are_refused(change, value):
     with pytest.raises(InputError, match=value):
@@ -271,7 +382,8 @@ SOUND = [(kind, dtype) for kind in MAKERS for dtype in (torch.float32, torch.bfl
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [pytest.param(*sound, marks=[] if sound == QUICK_SOUND else slow) for sound in SOUND]
+    ("kind", "dtype"),
+    [pytest.param(*sound, marks=[] if sound == QUICK_SOUND else slow) for sound in SOUND],
 )
 def test_sound_drafts_of_all_architectures_are_sound(kind, dtype):
     found = investigate(*(made(kind, seed).to(dtype) for seed in (0, 5)))

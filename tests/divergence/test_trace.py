@@ -25,7 +25,11 @@ def example():
         row | {"module": "layers.0", "role": "in", "shape": (2, 3), "digest": "a"},
         row | {"module": "l\u00e4yers\u2028.0", "role": "out", "shape": (), "digest": "b"},
     ]
-    arrays = {"a": np.ones((3, 2), np.float32), "b": np.array([1 + 2j], np.complex64), "c": np.zeros((2, 0))}
+    arrays = {
+        "a": np.ones((3, 2), np.float32),
+        "b": np.array([1 + 2j], np.complex64),
+        "c": np.zeros((2, 0)),
+    }
     params = pd.DataFrame([dict.fromkeys(PARAM_COLUMNS, "x")])
     return ModuleTrace({"model": "draft", "steps": [1]}, pd.DataFrame(tensors), params, arrays)
 
@@ -38,7 +42,9 @@ def test_a_saved_trace_loads_unchanged(tmp_path):
     assert read.facts == trace.facts
     for key, value in trace.arrays.items():
         assert (read.arrays[key].dtype, read.arrays[key].tolist()) == (value.dtype, value.tolist())
-    empty = ModuleTrace({}, pd.DataFrame(columns=TENSOR_COLUMNS), pd.DataFrame(columns=PARAM_COLUMNS), {})
+    empty = ModuleTrace(
+        {}, pd.DataFrame(columns=TENSOR_COLUMNS), pd.DataFrame(columns=PARAM_COLUMNS), {}
+    )
     assert ModuleTrace.load(empty.save(tmp_path / "empty")).tensors.empty
 
 
@@ -57,11 +63,24 @@ def test_missing_and_damaged_files_and_other_formats_are_refused(tmp_path, name,
         ModuleTrace.load(tmp_path / "trace")
 
 
-NAMES = {"": "", "model": "model", "model.layers.0": "layers.0", "draft_model.model.norm": "norm", "lm_head": "lm_head"}
+NAMES = {
+    "": "",
+    "model": "model",
+    "model.layers.0": "layers.0",
+    "draft_model.model.norm": "norm",
+    "lm_head": "lm_head",
+}
 
 
 @pytest.mark.parametrize(
-    "names", [NAMES, *({p: p for p in twins} for twins in (["model.norm", "norm"], ["model.norm", "model.model.norm"]))]
+    "names",
+    [
+        NAMES,
+        *(
+            {p: p for p in twins}
+            for twins in (["model.norm", "norm"], ["model.norm", "model.model.norm"])
+        ),
+    ],
 )
 def test_module_names_lose_their_prefix_unless_they_would_collide(names):
     assert canonical(list(names)) == names

@@ -24,7 +24,10 @@ LETTERS = (b"b", b"a", b"x")
 def documented(target):
     """Return the drafter from the example in the docstring of `draft.base`."""
     lines = base.__doc__.splitlines()
-    start, end = (next(i for i, line in enumerate(lines) if name in line) for name in ("/bigram.py", "/registry.py"))
+    start, end = (
+        next(i for i, line in enumerate(lines) if name in line)
+        for name in ("/bigram.py", "/registry.py")
+    )
     names = {}
     exec(textwrap.dedent("\n".join(lines[start:end])), names)
     return names["bigram_drafter"](target)
@@ -35,8 +38,12 @@ MAKERS = {
     "documented": documented,
     # these depend on the whole text, so one wrong token in their state is detected
     "model": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7)),
-    "model of a short context": lambda target: ModelDrafter(model(PIECES, order=1000, seed=7, n_ctx=9)),
-    "shared tokens": lambda target: ModelDrafter(TokenIntersection(model(LETTERS, order=1000, seed=8), target)),
+    "model of a short context": lambda target: ModelDrafter(
+        model(PIECES, order=1000, seed=7, n_ctx=9)
+    ),
+    "shared tokens": lambda target: ModelDrafter(
+        TokenIntersection(model(LETTERS, order=1000, seed=8), target)
+    ),
 }
 
 
@@ -50,10 +57,19 @@ ROUND = st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 4), st.bo
 
 
 @pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-@given(before=TEXTS, prompt=TEXTS, rounds=st.lists(ROUND, max_size=6), temperature=st.sampled_from([0.0, 0.8]))
-@example(before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0)  # beyond the short context
+@given(
+    before=TEXTS,
+    prompt=TEXTS,
+    rounds=st.lists(ROUND, max_size=6),
+    temperature=st.sampled_from([0.0, 0.8]),
+)
+@example(
+    before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0
+)  # beyond the short context
 @settings(max_examples=60, deadline=None)
-def test_a_proposal_is_valid_and_equals_that_of_a_fresh_drafter(make, before, prompt, rounds, temperature):
+def test_a_proposal_is_valid_and_equals_that_of_a_fresh_drafter(
+    make, before, prompt, rounds, temperature
+):
     """It has at most k ids of the target, and rows that sum to 1, or None.
 
     The state contains no rejected draft tokens after `commit`, and no other text after `start`.
@@ -70,9 +86,17 @@ def test_a_proposal_is_valid_and_equals_that_of_a_fresh_drafter(make, before, pr
         proposal = drafter.propose(view, k, chooser(temperature))
         rows = proposal.q_draft
         ids = proposal.ids
-        assert len(ids) <= k and all(0 <= token < target.vocab.size for token in ids) and proposal.forward_s >= 0
+        assert (
+            len(ids) <= k
+            and all(0 <= token < target.vocab.size for token in ids)
+            and proposal.forward_s >= 0
+        )
         if rows is not None:
-            assert rows.shape == (len(ids), target.vocab.size) and rows.dtype == np.float64 and (rows >= 0).all()
+            assert (
+                rows.shape == (len(ids), target.vocab.size)
+                and rows.dtype == np.float64
+                and (rows >= 0).all()
+            )
             np.testing.assert_allclose(rows.sum(axis=1), 1, atol=1e-9)
             assert (rows[range(len(ids)), ids] > 0).all()
         fresh = make(target)

@@ -30,7 +30,11 @@ def test_a_draft_model_that_does_not_fit_the_target_is_rejected_and_closed(monke
     other = toy.cyclic(5)
     load = loading(monkeypatch, model)
     made = load_drafter("small.gguf", toy.cyclic(5), n_ctx=64)
-    assert isinstance(made.drafter, ModelDrafter) and made.drafter.model is model and made.fallback is None
+    assert (
+        isinstance(made.drafter, ModelDrafter)
+        and made.drafter.model is model
+        and made.fallback is None
+    )
     load.assert_called_once_with("small.gguf", n_ctx=64)
     model.close.assert_not_called()
     other.vocab = replace(other.vocab, pieces=(b"v", b"w", b"x", b"y", b"z"), kind="wpm")
@@ -52,7 +56,11 @@ def test_drafters_that_do_not_fit_the_target_are_rejected():
 
 
 def test_a_draft_model_that_fails_to_load_is_a_fallback_with_the_reason(monkeypatch):
-    for error in (LoadError("x.gguf is damaged"), MemoryShortError("needs 9 GB"), FetchError("no network")):
+    for error in (
+        LoadError("x.gguf is damaged"),
+        MemoryShortError("needs 9 GB"),
+        FetchError("no network"),
+    ):
         loading(monkeypatch, error=error)
         loaded = load_drafter("x", toy.cyclic(5))
         assert loaded.drafter is None and loaded.fallback == f"{type(error).__name__}: {error}"
@@ -72,17 +80,22 @@ def test_self_is_a_quantized_copy_of_a_zoo_model(monkeypatch):
 
 JOINED = {
     ("d.gguf?n_ctx=64", "smollm2-135m?backend=hf&dtype=bfloat16&device=cpu"): (
-        "d.gguf?backend=hf&n_ctx=64&dtype=bfloat16&device=cpu"),
+        "d.gguf?backend=hf&n_ctx=64&dtype=bfloat16&device=cpu"
+    ),
     ("smollm2-135m:q4_0?dtype=float16", "m.gguf?backend=hf&dtype=float32"): (
-        "smollm2-135m:q4_0?backend=hf&dtype=float16"),
+        "smollm2-135m:q4_0?backend=hf&dtype=float16"
+    ),
     ("d.gguf", "m.gguf?backend=hf&dtype=int4"): "d.gguf?backend=hf&dtype=int4&coarse=true",
-    ("d.gguf?coarse=false", "m.gguf?backend=hf&dtype=int4"): "d.gguf?backend=hf&coarse=false&dtype=int4",
+    (
+        "d.gguf?coarse=false",
+        "m.gguf?backend=hf&dtype=int4",
+    ): "d.gguf?backend=hf&coarse=false&dtype=int4",
     ("d.gguf?backend=llama", "smollm2-135m?backend=hf"): "d.gguf?backend=llama",
     ("d.gguf", "smollm2-135m"): "d.gguf",
     ("hf:ORG/NAME", "smollm2-135m?backend=hf&dtype=bfloat16"): "hf:ORG/NAME",
     ("lookup", "smollm2-135m?backend=hf"): "lookup",
     ("d.gguf", "cyclic"): "d.gguf",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("names", JOINED)

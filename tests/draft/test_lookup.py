@@ -18,7 +18,11 @@ CHOOSER = Chooser(Sampling())
 def copies(text, sizes, k, factor):
     """Return what followed each earlier occurrence of the longest suffix, most recent first."""
     for n in sizes:
-        places = [end for end in range(len(text) - 1, n - 1, -1) if text[end - n : end] == text[len(text) - n :]]
+        places = [
+            end
+            for end in range(len(text) - 1, n - 1, -1)
+            if text[end - n : end] == text[len(text) - n :]
+        ]
         if places:
             return [continued(text, end, max(1, int(min(k, factor * n)))) for end in places]
     return [()]
@@ -40,7 +44,9 @@ def continued(text, end, length):
     factor=st.sampled_from([0.5, 1, 2.5, 4, math.inf]),
 )
 @settings(max_examples=300)
-def test_drafts_copy_after_the_longest_match_and_lookup_after_the_latest(bounded, tokens, parts, bounds, k, factor):
+def test_drafts_copy_after_the_longest_match_and_lookup_after_the_latest(
+    bounded, tokens, parts, bounds, k, factor
+):
     grown = []
     view = TokenView(grown)
     n_min, n_max = bounds

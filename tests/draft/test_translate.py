@@ -27,7 +27,9 @@ def pairs(target, draft):
     return dict(zip(both.draft_ids.tolist(), both.target_ids.tolist(), strict=True))
 
 
-ANY = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10)
+ANY = st.lists(
+    st.sampled_from([b"a", b"b", b"c", b"ab", b"\xf0\x9f", b"<s>", b""]), min_size=1, max_size=10
+)
 
 
 @given(pieces=ANY, others=ANY, special=st.sets(st.integers(0, 9)))
@@ -42,13 +44,18 @@ def test_matched_ids_have_equal_bytes_and_are_both_text_or_both_control(pieces, 
         assert others[d] == pieces[t] != b""
         assert by_id or (d in draft.vocab.special) == (t in target.vocab.special)
         assert mapped(target, draft).draft_of(t) == d
-    kinds = [{(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p} for m in (target, draft)]
+    kinds = [
+        {(p, i in m.vocab.special) for i, p in enumerate(m.vocab.pieces) if p}
+        for m in (target, draft)
+    ]
     assert by_id or len(both) == len(kinds[0] & kinds[1]), "nothing shared is left out"
 
 
 def test_an_added_bos_becomes_the_draft_models_bos_once():
     target = model([b"<s>", b"a", b"<u>"], special=frozenset({0, 2}), bos=0, add_bos=True)
-    draft = model([b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1, add_bos=True)
+    draft = model(
+        [b"a", b"<b>", b"<", b"s", b"u", b">"], special=frozenset({1}), bos=1, eos=1, add_bos=True
+    )
     assert mapped(target, draft).draft_of(0) == 1 and mapped(target, draft).draft_of(2) is None
     for ids in ([0, 1], [1]):
         made = TokenIntersection(draft, target)
@@ -60,7 +67,9 @@ def test_an_added_bos_becomes_the_draft_models_bos_once():
     made.forward([2])
     assert draft._ids == [1, 2, 4, 5], "a control token that the draft lacks is read as its text"
     target.vocab = replace(target.vocab, add_bos=False)
-    assert mapped(target, draft).draft_of(0) is None, "it is a mark among others, such as <|im_start|>"
+    assert mapped(target, draft).draft_of(0) is None, (
+        "it is a mark among others, such as <|im_start|>"
+    )
 
 
 class SentencePiece(SpellingLM):
@@ -86,9 +95,18 @@ def test_equal_pieces_map_to_the_id_that_the_tokenizer_returns():
 def test_a_nonfinite_row_is_reported_also_for_unshared_tokens(row):
     """The draft model's first piece is not shared."""
     target = model([b"x", b"a", b"b"], order=2)
-    draft = toy.ToyLM(lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy"))
+    draft = toy.ToyLM(
+        lambda _: np.array(row, dtype=float), Vocabulary((b"z", b"a", b"x"), kind="toy")
+    )
     with pytest.raises(NonFiniteLogits, match="while drafting"):
-        generate(target, [1, 1], drafter=TokenIntersection(draft, target), k=2, max_new_tokens=9, strict=True)
+        generate(
+            target,
+            [1, 1],
+            drafter=TokenIntersection(draft, target),
+            k=2,
+            max_new_tokens=9,
+            strict=True,
+        )
 
 
 @given(st.binary(max_size=12))
@@ -107,7 +125,9 @@ def test_encode_exact_returns_exact_tokens_or_none():
     assert encode_exact(plain, b"b", b"ab") == (2,)
     assert encode_exact(plain, b"a", b"b") == (1,), "no border behind a: by itself"
     assert encode_exact(plain, b"", b"z") is None and encode_exact(plain, b"", b"\xff") is None
-    assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, "an end is never made from text"
+    assert encode_exact(model([b"a", b"b"], eog=frozenset({1})), b"", b"ab") is None, (
+        "an end is never made from text"
+    )
 
 
 def test_models_without_shared_pieces_or_tokenizer_are_not_translated():
@@ -116,5 +136,9 @@ def test_models_without_shared_pieces_or_tokenizer_are_not_translated():
     assert choose_translation(Tokens(letters), Tokens(others)).way is Translation.NONE
     with pytest.raises(VocabularyMismatch, match="lookup"):
         fit_drafter(others, letters)
-    three, two = (toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2))
-    assert choose_translation(Tokens(two), Tokens(three)).way is Translation.NONE, "no tokenizer, no meaning of ids"
+    three, two = (
+        toy.ToyLM(None, Vocabulary((b"<0>", b"<1>", b"<2>")[:n], kind="none")) for n in (3, 2)
+    )
+    assert choose_translation(Tokens(two), Tokens(three)).way is Translation.NONE, (
+        "no tokenizer, no meaning of ids"
+    )

@@ -28,7 +28,9 @@ from tests.laws.test_distribution import ONE, draft_model, off_by
 from tests.measure.recorded import record
 
 PROMPT = [0, 1, 2, 0, 1]
-CURVE = CostCurve(model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,)))
+CURVE = CostCurve(
+    model="m", context=1, widths=(1, 2, 9, 25), samples_s=((1.0,), (1.1,), (1.4,), (2.6,))
+)
 VERIFY = [CURVE.seconds(n) for n in range(26)]
 EVEN = np.array([1.5, 0.5, 0.0, -0.5])
 """Logits of a drafter with constant confidence, most probable token first."""
@@ -38,7 +40,9 @@ CONTROLLERS = {
     "content": ContentK,
     "confidence": lambda: ConfidenceStop(8, 0.45),
     "cost-aware": lambda: CostAware(VERIFY, 0.2, patience=3),
-    "cost-aware, expensive": lambda: CostAware([0, *(1.0 * n for n in range(1, 26))], 0.9, patience=2),
+    "cost-aware, expensive": lambda: CostAware(
+        [0, *(1.0 * n for n in range(1, 26))], 0.9, patience=2
+    ),
 }
 
 
@@ -47,7 +51,11 @@ def drafter_named(name, seed):
         return LookupDrafter()
     if name == "far":  # uses the whole text: one wrong token in its state is detected
         return ModelDrafter(toy.markov(4, order=1000, seed=seed))
-    model = toy.markov(4, order=2, seed=seed) if "same" in name else toy.markov(4, order=1, seed=seed + 1)
+    model = (
+        toy.markov(4, order=2, seed=seed)
+        if "same" in name
+        else toy.markov(4, order=1, seed=seed + 1)
+    )
     if name == "short":
         model.caps = replace(model.caps, n_ctx=16)
     if "even" in name:  # equal confidence everywhere, also after a wrong draft token
@@ -74,11 +82,15 @@ def test_greedy_output_equals_plain_and_replayed_rounds_equal_live_ones(name, se
         plain, recording = recorded(target, drafter_named(name, seed), n)
         for control, make in CONTROLLERS.items():
             controller = make()
-            live = generate(target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n)
+            live = generate(
+                target, PROMPT, drafter=drafter_named(name, seed), k=controller, max_new_tokens=n
+            )
             assert live.token_ids == plain.token_ids and live.controller == controller.name
             if name in ("lookup", "even") or not controller.reads_drafts:
                 steps = walk_recording(recording, make())
-                assert [(s.drafted, s.n_accepted) for s in steps] == [(r.k, r.n_accepted) for r in live.rounds], control
+                assert [(s.drafted, s.n_accepted) for s in steps] == [
+                    (r.k, r.n_accepted) for r in live.rounds
+                ], control
 
 
 READERS = ["confidence", "cost-aware", "rolling"]
@@ -95,16 +107,24 @@ WAYS = [("token", "model"), ("block", "model"), ("token", "lookup")]
 )
 def test_sampled_output_has_the_targets_distribution(control, rule, name):
     drafter = LookupDrafter() if name == "lookup" else draft_model(7)
-    assert off_by(toy.markov(3, seed=4), drafter, ONE, 4, CONTROLLERS[control], rule, PROMPT[:2]) < 1e-9
+    assert (
+        off_by(toy.markov(3, seed=4), drafter, ONE, 4, CONTROLLERS[control], rule, PROMPT[:2])
+        < 1e-9
+    )
 
 
 def test_replayed_confidence_stop_has_the_live_rounds_and_accepted_tokens():
     target = toy.markov(4, order=2, seed=1)
     _, recording = recorded(target, drafter_named("other", 1), 60)
     control = CONTROLLERS["confidence"]
-    live = generate(target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60)
+    live = generate(
+        target, PROMPT, drafter=drafter_named("other", 1), k=control(), max_new_tokens=60
+    )
     counts = counts_of(recording, walk_recording(recording, control()))
-    assert (counts.rounds, counts.accepted) == (len(live.rounds), live.accepted_tokens) and counts.drafted > 0
+    assert (counts.rounds, counts.accepted) == (
+        len(live.rounds),
+        live.accepted_tokens,
+    ) and counts.drafted > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -113,14 +133,25 @@ def test_walks_with_a_fixed_k_agree_with_the_exact_counts(k, temperature):
     target = toy.markov(4, order=2, seed=3)
     _, recording = recorded(target, drafter_named("other", 3), 40, temperature=temperature)
     rng = np.random.default_rng(0)
-    walks = [counts_of(recording, walk_recording(recording, FixedK(k), rng)) for _ in range(400 if temperature else 1)]
+    walks = [
+        counts_of(recording, walk_recording(recording, FixedK(k), rng))
+        for _ in range(400 if temperature else 1)
+    ]
     exact = fixed_k(recording, k)
 
     def facts(counts):
-        return counts.rounds, counts.drafted, counts.accepted, counts.steps, counts.seconds(Cost(CURVE, 0.2))
+        return (
+            counts.rounds,
+            counts.drafted,
+            counts.accepted,
+            counts.steps,
+            counts.seconds(Cost(CURVE, 0.2)),
+        )
 
     values = np.array([facts(walk) for walk in walks], dtype=float)
-    assert (abs(values.mean(0) - facts(exact)) <= 3.3 * values.std(0) / np.sqrt(len(values)) + 1e-9).all()
+    assert (
+        abs(values.mean(0) - facts(exact)) <= 3.3 * values.std(0) / np.sqrt(len(values)) + 1e-9
+    ).all()
 
 
 class OracleK(Controller):
@@ -144,9 +175,13 @@ def test_the_oracle_plan_takes_the_oracles_time_and_no_fixed_k_is_faster(name, c
     target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
     _, recording = recorded(target, drafter_named(name, 2), 50)
     plan, seconds = oracle(recording, cost, 24)
-    assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(cost) == pytest.approx(seconds)
+    assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(
+        cost
+    ) == pytest.approx(seconds)
     assert all(fixed_k(recording, k).seconds(cost) >= seconds - 1e-9 for k in range(25))
-    live = generate(target, PROMPT, drafter=drafter_named(name, 2), k=OracleK(plan), max_new_tokens=50)
+    live = generate(
+        target, PROMPT, drafter=drafter_named(name, 2), k=OracleK(plan), max_new_tokens=50
+    )
     assert len(live.rounds) == len(walk_recording(recording, OracleK(plan)))
 
 
@@ -154,7 +189,9 @@ def test_recordings_load_from_current_and_older_files(tmp_path):
     target, file, made = toy.markov(4, order=2, seed=1), tmp_path / "t.parquet", []
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
-        for _, recordings in record(target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9):
+        for _, recordings in record(
+            target, drafters, [PROMPT, [2]], temperature=temperature, max_new_tokens=9
+        ):
             made += recordings
     trace = Trace(tuple(made))
     trace.save(file)

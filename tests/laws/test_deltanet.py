@@ -22,7 +22,18 @@ SEEN = 1e-3
 QWEN = {"key_heads": 1, "value_heads": 2, "dk": 128, "dv": 128}
 
 
-def block(length, *, seed=0, dtype=torch.float64, gate=0.5, key_heads=2, value_heads=4, dk=8, dv=6, raw=False):
+def block(
+    length,
+    *,
+    seed=0,
+    dtype=torch.float64,
+    gate=0.5,
+    key_heads=2,
+    value_heads=4,
+    dk=8,
+    dv=6,
+    raw=False,
+):
     """Random q, k, v, g, beta and state; `gate` scales the log gates, `raw` skips normalization."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -46,7 +57,11 @@ def by_hand(tokens, state, path):
         key_head = h // (v.shape[2] // k.shape[2])
         for t in path:
             k_t = k[b, t, key_head]
-            S[b, h] = np.exp(g[b, t, h]) * S[b, h] @ (np.eye(len(k_t)) - beta[b, t, h] * np.outer(k_t, k_t))
+            S[b, h] = (
+                np.exp(g[b, t, h])
+                * S[b, h]
+                @ (np.eye(len(k_t)) - beta[b, t, h] * np.outer(k_t, k_t))
+            )
             S[b, h] += beta[b, t, h] * np.outer(v[b, t, h], k_t)
             o[b, h] = S[b, h] @ q[b, t, key_head]
     return o, S.transpose(0, 1, 3, 2)
@@ -140,10 +155,14 @@ def masked_after_the_exponential(g, seen):
 
 def differences_of_running_sums(g, seen):
     sums = g @ seen.to(g.dtype).mT
-    return (sums[..., None] - sums[..., None, :]).masked_fill(~seen, -torch.inf).exp(), sums.exp()[..., None]
+    return (sums[..., None] - sums[..., None, :]).masked_fill(~seen, -torch.inf).exp(), sums.exp()[
+        ..., None
+    ]
 
 
-@pytest.mark.parametrize("fault", [own_gate_only, from_the_parent_only, the_writers_gate_too, siblings_are_ancestors])
+@pytest.mark.parametrize(
+    "fault", [own_gate_only, from_the_parent_only, the_writers_gate_too, siblings_are_ancestors]
+)
 def test_the_tree_law_detects_planted_faults_of_the_decay(fault, monkeypatch):
     monkeypatch.setattr(delta_rule, "_fades", fault)
     assert tree_error(TREES["random 0"]) > SEEN

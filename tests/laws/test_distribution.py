@@ -22,13 +22,21 @@ from tests.laws.trees import Trees
 
 PROMPT = (0, 1, 0)
 ONE = Sampling(temperature=1.0)
-SETTINGS = [ONE, Sampling(temperature=0.6), Sampling(temperature=1.3, top_k=2), Sampling(temperature=1.0, top_p=0.8)]
+SETTINGS = [
+    ONE,
+    Sampling(temperature=0.6),
+    Sampling(temperature=1.3, top_k=2),
+    Sampling(temperature=1.0, top_p=0.8),
+]
 
 
 def rounds_of(target, drafter, sampling, n, control, draws, prompt=PROMPT, **options):
     """Return the rounds of the shipped loop with draws from `draws`; plain without a drafter."""
     after_prompt = loop.prefill(target, prompt, drafter)
-    common = {"chooser": Chooser(sampling, draws), "stopping": Stopping(StopRules(n), target.vocab)} | options
+    common = {
+        "chooser": Chooser(sampling, draws),
+        "stopping": Stopping(StopRules(n), target.vocab),
+    } | options
     if drafter is None:
         return loop.autoregressive(target, prompt, after_prompt, **common)
     return loop.speculative(target, drafter, prompt, after_prompt, control=control, **common)
@@ -77,7 +85,10 @@ def draft_model(seed):
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
 def test_plain_decoding_follows_the_closed_form(sampling):
     target = toy.markov(3, order=2, seed=1, eog=frozenset({2}))
-    assert total_variation(loop_law(target, None, sampling, 3), closed_form_law(target, sampling, 3)) < 1e-9
+    assert (
+        total_variation(loop_law(target, None, sampling, 3), closed_form_law(target, sampling, 3))
+        < 1e-9
+    )
 
 
 class Flatter(ModelDrafter):
@@ -88,15 +99,29 @@ class Flatter(ModelDrafter):
 
 
 END = frozenset({2})
-SHAPES = {"chain": (-1, 0, 1), "star": (-1, -1), "bush": (-1, -1, 0, 0, 1), "everything": (-1, -1, -1, 0, 0, 0)}
+SHAPES = {
+    "chain": (-1, 0, 1),
+    "star": (-1, -1),
+    "bush": (-1, -1, 0, 0, 1),
+    "everything": (-1, -1, -1, 0, 0, 0),
+}
 DRAFTED = {  # target, drafter, tokens, K
-    **{f"model {seed}": (toy.markov(3, order=2, seed=seed), draft_model(100 + seed), 3, 2) for seed in range(3)},
+    **{
+        f"model {seed}": (toy.markov(3, order=2, seed=seed), draft_model(100 + seed), 3, 2)
+        for seed in range(3)
+    },
     "lookup": (toy.markov(3, order=2, seed=3), LookupDrafter(), 4, 3),
     "longer blocks": (toy.markov(3, order=2, seed=7), draft_model(8), 4, 3),
     "an end inside a block": (toy.markov(3, order=2, seed=5, eog=END), draft_model(6), 3, 2),
     "settings of its own": (toy.markov(3, order=2, seed=11), Flatter(toy.markov(3, seed=12)), 3, 2),
-    **{f"tree, {n}": (toy.markov(3, order=2, seed=3), Trees(len(s), 3, 1, s), 4, 9) for n, s in SHAPES.items()},
-    **{f"tree {seed}": (toy.markov(3, order=2, seed=seed, eog=END), Trees(6, 3, seed), 4, 6) for seed in range(4)},
+    **{
+        f"tree, {n}": (toy.markov(3, order=2, seed=3), Trees(len(s), 3, 1, s), 4, 9)
+        for n, s in SHAPES.items()
+    },
+    **{
+        f"tree {seed}": (toy.markov(3, order=2, seed=seed, eog=END), Trees(6, 3, seed), 4, 6)
+        for seed in range(4)
+    },
 }
 
 
@@ -113,7 +138,9 @@ def expected_tokens(rule, target, drafter, k):
     sampling = replace(ONE, rule=rule)
 
     def program(draws):
-        return len(next(rounds_of(target, drafter, sampling, k + 1, FixedK(k), draws)).committed_ids)
+        return len(
+            next(rounds_of(target, drafter, sampling, k + 1, FixedK(k), draws)).committed_ids
+        )
 
     return sum(n * p for n, p in distribution(program).items())
 
@@ -131,7 +158,10 @@ def test_the_acceptance_probability_is_the_overlap_of_p_and_q():
     """E[min(1, p/q)] under q is sum min(p, q) = 1 - TV(p, q) (Leviathan et al., theorem 3.5)."""
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(5), size=2)
-    seen = {x: accept.token_verification(np.stack([p, p]), q[None], (x,), Always()).accept_prob[0] for x in range(5)}
+    seen = {
+        x: accept.token_verification(np.stack([p, p]), q[None], (x,), Always()).accept_prob[0]
+        for x in range(5)
+    }
     assert sum(q[x] * seen[x] for x in range(5)) == pytest.approx(np.minimum(p, q).sum(), abs=1e-12)
 
 
@@ -171,11 +201,17 @@ def _shortest_prefix_first(p_target, q_draft, draft_ids, draws):
         if not draws.bernoulli(weight):
             break
         kept = i + 1
-    rest = p_target[kept] if kept == len(draft_ids) else np.maximum(p_target[kept] - q_draft[kept], 0.0)
+    rest = (
+        p_target[kept]
+        if kept == len(draft_ids)
+        else np.maximum(p_target[kept] - q_draft[kept], 0.0)
+    )
     return accept.Acceptance.leading(kept, draws.categorical(rest))
 
 
-@pytest.mark.parametrize("faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first])
+@pytest.mark.parametrize(
+    "faulty", [_residual_forgotten, _bonus_from_the_row_before, _shortest_prefix_first]
+)
 def test_planted_faults_in_a_rule_are_detected(faulty):
     def rule(logits, proposal, chooser):
         rows = np.stack([chooser.sampling.probabilities(row) for row in logits])
@@ -191,14 +227,23 @@ def test_verifying_an_argmax_token_with_p_over_q_is_detected():
             logits = self.model.forward(tokens[self.model.n_past :], n_logits=1)[0]
             return Proposal((int(np.argmax(logits)),), picker.sampling.probabilities(logits)[None])
 
-    assert off_by(toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1) > 0.005
+    assert (
+        off_by(
+            toy.markov(3, order=2, seed=0), ArgmaxWithSoftmax(toy.markov(3, seed=100)), ONE, 2, 1
+        )
+        > 0.005
+    )
 
 
-@pytest.mark.parametrize("drafter", [ModelDrafter(toy.markov(3, seed=100)), Trees(5, 3)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "drafter", [ModelDrafter(toy.markov(3, seed=100)), Trees(5, 3)], ids=["chain", "tree"]
+)
 def test_typical_acceptance_is_lossy_and_reported_as_lossy(drafter):
     target = toy.markov(3, order=2, seed=0)
     assert off_by(target, drafter, ONE, 3, 5, "typical") > 0.005 and "typical" in accept.LOSSY
-    assert not generate(target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5).lossless
+    assert not generate(
+        target, [0], drafter=drafter, temperature=1.0, rule="typical", max_new_tokens=5
+    ).lossless
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -214,7 +259,9 @@ def test_drafting_that_ends_at_a_nan_does_not_change_the_distribution(temperatur
 
     def program(draws):
         stopping = Stopping(StopRules(4), target.vocab)
-        rounds = rounds_of(target, drafter, sampling, 4, FixedK(2), draws, stopping=stopping, strict=False)
+        rounds = rounds_of(
+            target, drafter, sampling, 4, FixedK(2), draws, stopping=stopping, strict=False
+        )
         tokens = tuple(t for r in rounds for t in r.committed_ids)
         reasons.add(stopping.drafting_failed)
         return tokens

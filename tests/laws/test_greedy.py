@@ -38,10 +38,15 @@ def bounded(model, n_ctx=None, max_width=None):
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @given(
-    seed=st.integers(0, 10_000), k=st.integers(0, 14), n=st.integers(0, 60), eog=st.sets(st.integers(0, 4), max_size=2),
-    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=12), room=st.none() | st.integers(0, 14),
-    draft_ctx=SMALL, width=SMALL,
-)  # fmt: skip
+    seed=st.integers(0, 10_000),
+    k=st.integers(0, 14),
+    n=st.integers(0, 60),
+    eog=st.sets(st.integers(0, 4), max_size=2),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=12),
+    room=st.none() | st.integers(0, 14),
+    draft_ctx=SMALL,
+    width=SMALL,
+)
 @settings(max_examples=200, deadline=None)
 def test_speculative_equals_plain_and_rounds_account_for_every_token(
     name, seed, k, n, prompt, eog, room, draft_ctx, width
@@ -60,12 +65,20 @@ def test_speculative_equals_plain_and_rounds_account_for_every_token(
     assert target.n_past == len(prompt) + max(len(plain.token_ids) - 1, 0)
     if plain.stop_reason != "eog":
         most = n if room is None else room + 1
-        assert len(plain.token_ids) == min(n, most) and plain.stop_reason == ("length" if n <= most else "context")
+        assert len(plain.token_ids) == min(n, most) and plain.stop_reason == (
+            "length" if n <= most else "context"
+        )
     for r in made.rounds:
-        assert r.k == len(r.draft_ids) <= k and r.width == r.k + (r.index > 0) <= target.caps.max_width
-        assert tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
+        assert (
+            r.k == len(r.draft_ids) <= k and r.width == r.k + (r.index > 0) <= target.caps.max_width
+        )
+        assert (
+            tuple(r.draft_ids[node] for node in r.accepted_nodes) == r.committed_ids[: r.n_accepted]
+        )
         parents = r.parents or range(-1, r.k - 1)
-        assert [parents[node] for node in r.accepted_nodes] == [-1, *r.accepted_nodes][: r.n_accepted]
+        assert [parents[node] for node in r.accepted_nodes] == [-1, *r.accepted_nodes][
+            : r.n_accepted
+        ]
         assert len(r.accept_prob) == r.n_tested and sum(r.accept_prob) == r.n_accepted
         assert len(r.committed_ids) == r.n_accepted + 1 or r is made.rounds[-1]
 
@@ -147,14 +160,18 @@ HOT = pytest.mark.parametrize("temperature", [0.0, 0.8])
 
 @BAD
 @HOT
-@pytest.mark.parametrize("drafter", [None, LookupDrafter(), ModelDrafter(bad_after(0))], ids=["plain", "lookup", "bad"])
+@pytest.mark.parametrize(
+    "drafter", [None, LookupDrafter(), ModelDrafter(bad_after(0))], ids=["plain", "lookup", "bad"]
+)
 def test_nonfinite_logits_stop_the_run_and_report_their_position(bad, temperature, drafter):
     """A softmax that turns NaN into a uniform row would continue with random text.
 
     The run also stops if drafting has already ended.
     """
     with pytest.raises(NonFiniteLogits, match=r"target, after 6 tokens.*logits_of"):
-        generate(bad_after(6, bad, "target"), [0, 1, 2], drafter=drafter, k=2, temperature=temperature)
+        generate(
+            bad_after(6, bad, "target"), [0, 1, 2], drafter=drafter, k=2, temperature=temperature
+        )
 
 
 @BAD
@@ -171,7 +188,9 @@ def test_nonfinite_draft_logits_end_drafting_and_do_not_change_the_text(bad, tem
     last = max(i for i, r in enumerate(made.rounds) if r.k)
     before = [0, 1, 2, *made.token_ids][: ends[last]]
     assert fed == [[*before, *made.rounds[last].draft_ids]]
-    assert len(fed[0]) == 9 and {r.k for r in made.rounds[last + 1 :]} == {0}, "no drafts after the bad row"
+    assert len(fed[0]) == 9 and {r.k for r in made.rounds[last + 1 :]} == {0}, (
+        "no drafts after the bad row"
+    )
     assert len(made.token_ids) == 20 and made.lossless
     if not temperature:
         assert made.token_ids == run([0, 1, 2]).token_ids
@@ -183,6 +202,9 @@ def test_nonfinite_draft_logits_end_drafting_and_do_not_change_the_text(bad, tem
 
 def test_a_router_reports_the_model_and_module_of_a_failed_arm():
     router = Router([Arm(ModelDrafter(bad_after(0)), 3)], [1.0] * 5)
-    made, plain = (generate(toy.cyclic(5), [0], drafter=drafter, max_new_tokens=30) for drafter in (router, None))
+    made, plain = (
+        generate(toy.cyclic(5), [0], drafter=drafter, max_new_tokens=30)
+        for drafter in (router, None)
+    )
     assert "while drafting, auto(draft), after" in made.fallback and "logits_of" in made.fallback
     assert made.token_ids == plain.token_ids

@@ -19,7 +19,10 @@ pytestmark = pytest.mark.model
 FLOAT32 = ["smollm2-135m:f32", "smollm2-135m?backend=hf&dtype=float32"]
 INT4 = "smollm2-135m?backend=hf&dtype=int4"
 REDUCED = ["smollm2-135m", "smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16", INT4]
-EXACT = ["smollm2-135m", *(f"smollm2-135m:{kind}?exact=true" for kind in ("q8_0", "q4_k_m", "f16", "f32"))]
+EXACT = [
+    "smollm2-135m",
+    *(f"smollm2-135m:{kind}?exact=true" for kind in ("q8_0", "q4_k_m", "f16", "f32")),
+]
 DRAFT = "smollm2-135m:q4_0"
 PROMPT = prompts("edit")[0]
 SHORT, LONG = 40, 256
@@ -42,7 +45,10 @@ def speculative(opened, name, drafter, k, n):
 
 
 ROWS = [(FLOAT32[0], 4, SHORT), (EXACT[0], 6, SHORT)]  # `tests/smoke` has both engines
-ROWS += slow(*((name, k, LONG) for name in FLOAT32 for k in range(1, 9)), *((name, 6, LONG) for name in EXACT))
+ROWS += slow(
+    *((name, k, LONG) for name in FLOAT32 for k in range(1, 9)),
+    *((name, 6, LONG) for name in EXACT),
+)
 
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
@@ -75,12 +81,16 @@ def test_the_probe_detects_an_insufficient_padding_for_k_quants(opened, padding)
 @pytest.mark.parametrize("name", REDUCED)
 def test_reduced_precision_diverges_only_at_near_ties(opened, plain, name, drafter):
     made = speculative(opened, name, drafter, 4, LONG)
-    fork = explain_fork(opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5)
+    fork = explain_fork(
+        opened(name), made.prompt_ids, plain(name, LONG).token_ids, made.token_ids, width=5
+    )
     assert fork is None or fork.near_tie, f"forked away from a clear winner: {fork}"
 
 
 @pytest.mark.parametrize("n", [1, 3, 8])
-@pytest.mark.parametrize("name", [*FLOAT32, *slow(*([name] for name in REDUCED))])  # grouped by model: three stay open
+@pytest.mark.parametrize(
+    "name", [*FLOAT32, *slow(*([name] for name in REDUCED))]
+)  # grouped by model: three stay open
 def test_a_rewind_restores_the_earlier_state(opened, name, n):
     """Logits of ten tokens after sixty do not change if `n` others are fed and rewound before."""
     model, rows = opened(name), []
@@ -116,10 +126,14 @@ def test_a_token_is_bit_identical_at_all_widths(opened, name, n, past, widths):
     model = opened(name)
     if not model.caps.same_bits_up_to:
         pytest.skip(model.caps.certificate)
-    ids = [token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)][:n]
+    ids = [
+        token for p in prompts("edit", limit=3) for token in model.encode(p.messages[0].content)
+    ][:n]
     single = rows_of(model, ids, past, 1)
     for width in (width for width in widths if width <= model.caps.same_bits_up_to):
-        np.testing.assert_array_equal(rows_of(model, ids, past, width), single, err_msg=f"width {width}")
+        np.testing.assert_array_equal(
+            rows_of(model, ids, past, width), single, err_msg=f"width {width}"
+        )
 
 
 def test_both_engines_load_the_same_model(opened):

@@ -33,7 +33,10 @@ def scanned(state, inputs, options):
     dt = np.clip(np.logaddexp(0, dt + bias), *options["dt_limit"])
     B = np.repeat(B, x.shape[2] // B.shape[2], axis=2)
     for t in range(x.shape[1]):
-        h = np.exp(dt[:, t] * A)[..., None, None] * h + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        h = (
+            np.exp(dt[:, t] * A)[..., None, None] * h
+            + (dt[:, t, :, None] * x[:, t])[..., None] * B[:, t, :, None]
+        )
     return h
 
 
@@ -65,10 +68,14 @@ def replay_error(model, pieces, accepted):
         base = recorder.base.layers[index][1][0]
         options = recorder._options[index]
         inputs = hf_record._first(calls, K)
-        assert inputs[0].shape[1] == K and float(base.abs().max()) > 0.01, "a state of zeros would agree with anything"
+        assert inputs[0].shape[1] == K and float(base.abs().max()) > 0.01, (
+            "a state of zeros would agree with anything"
+        )
         expected[index] = FORMULAS[model.name](base, [x[:, :accepted] for x in inputs], options)
     model.rewind(K - accepted)
-    states = {index: layer.recurrent_states[0] for index, layer in recurrent_layers(model._engine.cache)}
+    states = {
+        index: layer.recurrent_states[0] for index, layer in recurrent_layers(model._engine.cache)
+    }
     assert expected.keys() == states.keys()
     return max(
         float(np.abs(states[i].double().numpy() - wanted).max() / np.abs(wanted).max())
@@ -83,10 +90,16 @@ def test_the_shipped_replay_equals_the_formula_for_all_accepted_lengths(model, p
 
 
 def reversed_pieces(calls, n):
-    return type(calls[0])(*(torch.cat(parts[::-1], dim=1)[:, :n] for parts in zip(*calls, strict=True)))
+    return type(calls[0])(
+        *(torch.cat(parts[::-1], dim=1)[:, :n] for parts in zip(*calls, strict=True))
+    )
 
 
 def test_the_law_detects_tokens_replayed_in_another_order(model, monkeypatch):
     right = hf_record._first
-    monkeypatch.setattr(hf_record, "_first", lambda calls, n: right(calls, n) if n == K else reversed_pieces(calls, n))
+    monkeypatch.setattr(
+        hf_record,
+        "_first",
+        lambda calls, n: right(calls, n) if n == K else reversed_pieces(calls, n),
+    )
     assert replay_error(model, PIECES["steps"], 3) > 1e-3

@@ -38,10 +38,15 @@ def models(family, folder):
             model.caps = replace(model.caps, n_ctx=n_ctx)
             return model
         if family == "gguf":
-            return GgufModel.open(llama_gguf(folder / f"{seed}.gguf", seed=seed), n_ctx=n_ctx, threads=1)
+            return GgufModel.open(
+                llama_gguf(folder / f"{seed}.gguf", seed=seed), n_ctx=n_ctx, threads=1
+            )
         return hf_model(family, seed=seed, n_ctx=n_ctx)
 
-    target, drafters = opened(0), [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))]
+    target, drafters = (
+        opened(0),
+        [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))],
+    )
     if isinstance(target, TreeModel) and target.caps.trees:
         drafters.append(Trees(7, VOCAB))
     return target, opened(0), drafters
@@ -52,34 +57,53 @@ def models(family, folder):
     [
         ("toy", 500),
         ("llama", 40),
-        *(pytest.param(*day, marks=pytest.mark.slow) for day in (
-            ("toy", 10_000), ("llama", 1_000), ("qwen3_5_text", 200), ("gguf", 1_000),
-        )),
+        *(
+            pytest.param(*day, marks=pytest.mark.slow)
+            for day in (
+                ("toy", 10_000),
+                ("llama", 1_000),
+                ("qwen3_5_text", 200),
+                ("gguf", 1_000),
+            )
+        ),
     ],
-)  # fmt: skip
+)
 def test_every_request_is_answered_as_by_plain_decoding(family, requests, tmp_path):
     rng = np.random.default_rng(5)
     target, twin, drafters = models(family, tmp_path)
 
     def fates():
-        drawn = [generate(target, (5, 6, 7), drafter=drafter, k=4, max_new_tokens=24) for drafter in drafters]
+        drawn = [
+            generate(target, (5, 6, 7), drafter=drafter, k=4, max_new_tokens=24)
+            for drafter in drafters
+        ]
         return [[(r.k, r.n_accepted) for r in generation.rounds] for generation in drawn]
 
     ends, text, at_first, resident = set(), (), fates(), []
     for number in range(requests):
         asked = tuple(rng.integers(4, VOCAB, rng.integers(1, 12)).tolist())
-        text = (*text, *asked) if rng.random() < 0.6 and len(text) + len(asked) < N_CTX - 2 else asked
+        text = (
+            (*text, *asked) if rng.random() < 0.6 and len(text) + len(asked) < N_CTX - 2 else asked
+        )
         limits = {
             "max_new_tokens": int(rng.integers(1, 30)),
-            "stop": [target.vocab.piece(int(rng.integers(4, VOCAB))).decode() for _ in range(rng.integers(0, 6))],
+            "stop": [
+                target.vocab.piece(int(rng.integers(4, VOCAB))).decode()
+                for _ in range(rng.integers(0, 6))
+            ],
         }
         drafter = drafters[rng.integers(len(drafters))]
         k = int(rng.integers(1, K_MAX + 1))
         if rng.random() < 0.5 and not drafter.tree_nodes:
             k = CONTROLLERS[rng.choice([*CONTROLLERS])](COST, k)
-        plain, drafted = generate(twin, text, **limits), generate(target, text, drafter=drafter, k=k, **limits)
+        plain, drafted = (
+            generate(twin, text, **limits),
+            generate(target, text, drafter=drafter, k=k, **limits),
+        )
         request = f"request {number} with {drafter.name}, {k}"
-        assert (drafted.token_ids, drafted.stop_reason) == (plain.token_ids, plain.stop_reason), request
+        assert (drafted.token_ids, drafted.stop_reason) == (plain.token_ids, plain.stop_reason), (
+            request
+        )
         ends.add(plain.stop_reason)
         text = (*text, *plain.token_ids)
         if number in (WARM, requests - 1):

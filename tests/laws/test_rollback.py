@@ -35,12 +35,24 @@ QWEN = "qwen35-grouped.gguf"
 FORGETFUL = ("mamba", "falcon_mamba", "jamba")
 SINGLE = ("zamba2", "nemotron_h")
 """Families for which transformers 5.23 clamps the time step in blocks, but not in single steps."""
-FAMILIES = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "mamba2", "falcon_h1", "bamba", "granitemoehybrid", "lfm2")
+FAMILIES = (
+    "qwen3_next",
+    "qwen3_5_text",
+    "olmo_hybrid",
+    "mamba2",
+    "falcon_h1",
+    "bamba",
+    "granitemoehybrid",
+    "lfm2",
+)
 FAMILIES += (*SINGLE, *FORGETFUL)
 STRATEGIES = ("replay", "snapshots", "fused", "checkpoint", "recompute")
 WAYS = {family: STRATEGIES[family in (*FORGETFUL, *SINGLE) :] for family in FAMILIES}
 """Strategies by family; replay needs a recurrence for blocks."""
-WAYS |= {file: [way for way in STRATEGIES[1:] if way in (auto, *STRATEGIES[2:])] for file, auto in GGUFS.items()}
+WAYS |= {
+    file: [way for way in STRATEGIES[1:] if way in (auto, *STRATEGIES[2:])]
+    for file, auto in GGUFS.items()
+}
 
 
 def some_of(shift):
@@ -75,7 +87,10 @@ def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hybrids")
     with quiet():
         folders = {name: hybrid_folder(folder / name, name.removesuffix(".gguf")) for name in GGUFS}
-        return {name: write_gguf(path, folder / f"{name}.f32", dtype="f32") for name, path in folders.items()}
+        return {
+            name: write_gguf(path, folder / f"{name}.f32", dtype="f32")
+            for name, path in folders.items()
+        }
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +109,9 @@ def llama(files):
 @pytest.fixture
 def opener(llama):
     """Opens a family in its engine."""
-    return lambda family, way, **options: (llama if family in GGUFS else opened)(family, way, **options)
+    return lambda family, way, **options: (llama if family in GGUFS else opened)(
+        family, way, **options
+    )
 
 
 def state_of(model):
@@ -111,7 +128,10 @@ def state_of(model):
         if isinstance(layer, DynamicLayer):
             length = layer.get_seq_length()
             assert length == model._engine.n_held
-            seen |= {f"{index}.keys": layer.keys[:, :, :length], f"{index}.values": layer.values[:, :, :length]}
+            seen |= {
+                f"{index}.keys": layer.keys[:, :, :length],
+                f"{index}.values": layer.values[:, :, :length],
+            }
     return {name: tensor.float().numpy().copy() for name, tensor in seen.items()}
 
 
@@ -138,14 +158,21 @@ def apart(model, plain, text, n_prompt=9):
     feed(plain, text[:n_prompt], *([token] for token in text[n_prompt:]))
     assert model.n_past == plain.n_past
     if isinstance(model, GgufModel):
-        return {"logits": max(np.abs(model.forward(ids) - plain.forward(ids)).max() for ids in ([4, 8], [15]))}
+        return {
+            "logits": max(
+                np.abs(model.forward(ids) - plain.forward(ids)).max() for ids in ([4, 8], [15])
+            )
+        }
     if isinstance(model.rollback, FusedReplay):  # pending tokens are processed in the next pass
         for each in (model, plain):
             each.forward([9])
     found, expected = state_of(model), state_of(plain)
     assert found.keys() == expected.keys()
     found["logits"], expected["logits"] = model.forward([4, 8]), plain.forward([4, 8])
-    return {name: np.linalg.norm(found[name] - values) / np.linalg.norm(values) for name, values in expected.items()}
+    return {
+        name: np.linalg.norm(found[name] - values) / np.linalg.norm(values)
+        for name, values in expected.items()
+    }
 
 
 def check_same(model, plain, text, n_prompt=9):
@@ -156,7 +183,9 @@ def check_same(model, plain, text, n_prompt=9):
 @pytest.mark.parametrize(("family", "way"), some_of(0))
 def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(family, way, opener):
     model = opener(family, way)
-    assert model.caps.rewind == way and (family not in GGUFS or opener(family, "auto").caps.rewind == GGUFS[family])
+    assert model.caps.rewind == way and (
+        family not in GGUFS or opener(family, "auto").caps.rewind == GGUFS[family]
+    )
     plain = opener(family, "recompute", n_ctx=500)
     for n, accepted in product((2, 9), range(K + 1)):  # prompts shorter and longer than the window
         # the last token of the prompt is in the state before the first round, not before the second
@@ -170,7 +199,9 @@ def test_a_draft_model_rewinds_its_single_steps(family, way, opener):
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
     drafts = [[token] for token in IDS[20 : 20 + K]]
     rounds = [step for accepted in (0, 2, K - 1) for step in (*drafts, K - accepted)]
-    check_same(model, plain, feed(model, IDS[:9], *rounds, 1))  # the last rewind goes to before the boundary
+    check_same(
+        model, plain, feed(model, IDS[:9], *rounds, 1)
+    )  # the last rewind goes to before the boundary
 
 
 class Scripted(DrafterBase):
@@ -222,10 +253,15 @@ def test_greedy_decoding_equals_plain_decoding(family, way, opener):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "way"), [(f, way) for f in WAYS for way in WAYS[f] if way != "recompute"])
+@pytest.mark.parametrize(
+    ("family", "way"), [(f, way) for f in WAYS for way in WAYS[f] if way != "recompute"]
+)
 def test_greedy_decoding_over_a_thousand_rounds(family, way, opener):
     model = opener(family, way, n_ctx=4096)
-    assert len(check_decoding(model, tokens=2600).rounds) >= 1000 and model.rollback.cost.recomputed == 0
+    assert (
+        len(check_decoding(model, tokens=2600).rounds) >= 1000
+        and model.rollback.cost.recomputed == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +280,10 @@ def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, options, l
     target, draft = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400, **options)
     made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
     assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
-    assert made.token_ids == decoded(target, tokens=60).token_ids and least <= made.acceptance_rate <= most
+    assert (
+        made.token_ids == decoded(target, tokens=60).token_ids
+        and least <= made.acceptance_rate <= most
+    )
 
 
 # --- planted faults, each a known bug -------------------------------------------------------------
@@ -283,8 +322,14 @@ def without_windows(saved, cache):
 
 
 TAKE_BACKS = (left_ahead("recurrent_states"), left_ahead("conv_states"), off_by(-1), off_by(1))
-FAULTS = [(way, hf_record.TorchRecorder, "take_back", f) for way in ("replay", "snapshots") for f in TAKE_BACKS]
-FAULTS += [(way, hf_engine.SavedState, "put_back", without_windows) for way in ("checkpoint", "fused")]
+FAULTS = [
+    (way, hf_record.TorchRecorder, "take_back", f)
+    for way in ("replay", "snapshots")
+    for f in TAKE_BACKS
+]
+FAULTS += [
+    (way, hf_engine.SavedState, "put_back", without_windows) for way in ("checkpoint", "fused")
+]
 
 
 @pytest.mark.parametrize(("way", "owner", "name", "fault"), FAULTS)
@@ -339,7 +384,9 @@ def test_families_without_a_recurrence_reject_replay_and_run_token_by_token(fami
 def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monkeypatch):
     model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
     feed(model, IDS[:9], IDS[20:26])
-    broken = "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
+    broken = (
+        "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
+    )
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         owner = model.rollback._recorder if broken == "take_back" else model._engine
         patch.setattr(owner, broken, raising(KeyboardInterrupt()))
@@ -351,7 +398,10 @@ def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monk
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
 def test_recordings_are_bounded_and_any_rollback_to_the_boundary_works(way):
-    model, plain = opened("qwen3_5_text", way, rollback_depth=4), opened("qwen3_5_text", "recompute")
+    model, plain = (
+        opened("qwen3_5_text", way, rollback_depth=4),
+        opened("qwen3_5_text", "recompute"),
+    )
     few = opened("qwen3_5_text", way, rollback_depth=4)
     feed(few, IDS[:9], IDS[9:13])
     cut = ([IDS[20:50]], [[token] for token in IDS[20:50]], [IDS[20:22], IDS[22:50]])
@@ -421,7 +471,9 @@ def test_llama_cpp_uses_snapshots_only_if_their_memory_fits(files, monkeypatch):
 
 
 def test_more_snapshots_than_llama_cpp_supports_are_rejected(files):
-    with pytest.raises(InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"):
+    with pytest.raises(
+        InputError, match=r"rollback_depth is 24, but llama\.cpp fails on more than 16 for LFM2"
+    ):
         GgufModel.open(files["lfm2.gguf"], threads=1, rollback_depth=24)
     for n_ctx in (2, 4, 17):  # too few tokens per batch for so many planes
         model = GgufModel.open(files["lfm2.gguf"], threads=1, n_ctx=n_ctx)

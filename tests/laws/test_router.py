@@ -40,7 +40,11 @@ class World:
 
     def __init__(self, seed, n_tokens, drift):
         self.rng = np.random.default_rng(seed)
-        self.text, self.now, self.pace = self.rng.integers(0, VOCABULARY, n_tokens + 2 * K_MAX), 0.0, 1.0
+        self.text, self.now, self.pace = (
+            self.rng.integers(0, VOCABULARY, n_tokens + 2 * K_MAX),
+            0.0,
+            1.0,
+        )
         self.n_tokens, self.drift = n_tokens, drift
         rise = self.rng.uniform(0, 1.2)
         self.verify_s = np.array([0.0, *(STEP_S * (1 + rise * j) for j in range(K_MAX + 1))])
@@ -74,12 +78,26 @@ def adversaries(world):
     correct.
     """
     turn = int(world.rng.integers(3, 30))
-    behaviours = [lambda n: False, lambda n: n < turn, lambda n: n > turn, lambda n: n % turn == 0, lambda n: True]
+    behaviours = [
+        lambda n: False,
+        lambda n: n < turn,
+        lambda n: n > turn,
+        lambda n: n % turn == 0,
+        lambda n: True,
+    ]
     scripted = [
-        Scripted(world, str(i), right, STEP_S * world.rng.choice([0.02, 0.3, 0.9]), copies=bool(world.rng.integers(2)))
+        Scripted(
+            world,
+            str(i),
+            right,
+            STEP_S * world.rng.choice([0.02, 0.3, 0.9]),
+            copies=bool(world.rng.integers(2)),
+        )
         for i, right in enumerate(behaviours)
     ]
-    return [scripted[i] for i in world.rng.permutation(len(scripted))[: int(world.rng.integers(1, 4))]]
+    return [
+        scripted[i] for i in world.rng.permutation(len(scripted))[: int(world.rng.integers(1, 4))]
+    ]
 
 
 def route(world, drafters, verify_s=None):
@@ -94,9 +112,13 @@ def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
     measured up to four times too low or too high, each T(n)/T(1) up to a third, and the clock does
     not drift.
     """
-    world = World(seed, n_tokens, drift=0.0 if misjudged else [0.0, 0.02, np.log(CAUTION)][seed % 3])
+    world = World(
+        seed, n_tokens, drift=0.0 if misjudged else [0.0, 0.02, np.log(CAUTION)][seed % 3]
+    )
     drafters = adversaries(world)
-    errors = np.append([0.0, 0.0], world.rng.uniform(-0.3, 0.3, K_MAX)) + world.rng.uniform(-1.5, 1.5)
+    errors = np.append([0.0, 0.0], world.rng.uniform(-0.3, 0.3, K_MAX)) + world.rng.uniform(
+        -1.5, 1.5
+    )
     router = route(world, drafters, world.verify_s * np.exp(errors * misjudged))
     if slow_start:
         for arm in router.arms:
@@ -111,7 +133,9 @@ def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
         excess = max(0.0, router.ledger.excess_s) if slow_start or misjudged else 0.0
         lost = spent - (1 + EPS) * plain
         from_any = lost - np.minimum.accumulate(lost)
-        breaches.append(max(lost.max() - GRACE * step_s, from_any.max() - MOST_HELD * step_s * CAUTION) - excess)
+        breaches.append(
+            max(lost.max() - GRACE * step_s, from_any.max() - MOST_HELD * step_s * CAUTION) - excess
+        )
     return max(breaches)
 
 
@@ -126,7 +150,9 @@ def test_a_ledger_that_ignores_small_losses_is_detected(monkeypatch):
     def book(self, spent_s, plain_s, estimate_s):
         self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
         lost = spent_s - (1 + EPS) * plain_s
-        self.held_s = min(self.most_s, self.held_s - (lost if lost > STEP_S / 2 else min(lost, 0.0)))
+        self.held_s = min(
+            self.most_s, self.held_s - (lost if lost > STEP_S / 2 else min(lost, 0.0))
+        )
 
     monkeypatch.setattr(Ledger, "book", book)
     assert max(breach(seed, n_tokens=300) for seed in range(60)) > STEP_S
@@ -135,8 +161,10 @@ def test_a_ledger_that_ignores_small_losses_is_detected(monkeypatch):
 def test_the_fastest_arm_is_found_and_useless_arms_cost_little():
     world = World(2, 600, drift=0.0)
     world.verify_s[1:] = STEP_S * (1 + 0.02 * np.arange(K_MAX + 1))
-    wrong = [Scripted(world, "wrong", lambda n: False, 0.05 * STEP_S),
-             Scripted(world, "wrong copies", lambda n: False, 0.0, copies=True)]  # fmt: skip
+    wrong = [
+        Scripted(world, "wrong", lambda n: False, 0.05 * STEP_S),
+        Scripted(world, "wrong copies", lambda n: False, 0.0, copies=True),
+    ]
     right = Scripted(world, "right", lambda n: True, 0.05 * STEP_S)
     router = route(world, [*wrong, right])
     spent, plain = world.run(router)[:, -1]

@@ -63,22 +63,35 @@ def test_drafting_in_another_vocabulary_preserves_the_distribution(name, samplin
 
 def test_blocks_that_end_early_preserve_the_distribution():
     """The end-of-generation ids of the two vocabularies differ, and blocks can end with one."""
-    target = model((b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1}))
+    target = model(
+        (b"a", b"<e>", b"b"), order=2, seed=5, eog=frozenset({1}), special=frozenset({1})
+    )
     draft = model((b"<e>", b"b", b"a"), seed=6, eog=frozenset({0}), special=frozenset({0}))
     assert off_by(target, tokens(target, draft), ONE, n=4, k=3, prompt=(0, 2, 0)) < 1e-9
 
 
 @pytest.mark.parametrize("sampling", SETTINGS, ids=str)
-@pytest.mark.parametrize("pieces", [(b"c", b"a", b"b"), (*ABC, b"", b""), (b"", b"b", b"a", b"", b"c")], ids=str)
+@pytest.mark.parametrize(
+    "pieces", [(b"c", b"a", b"b"), (*ABC, b"", b""), (b"", b"b", b"a", b"", b"c")], ids=str
+)
 def test_the_same_model_with_other_ids_is_never_rejected(pieces, sampling):
     """q equals the target's row, so a wrong map of ids lowers acceptance even if lossless."""
     target = model(ABC, order=2, seed=4, sharpness=1.0)
     for seed in range(8):
         made = generate(
-            target, PROMPT, drafter=tokens(target, rewritten(target, pieces)), k=3, max_new_tokens=20, seed=seed,
-            temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p,
-        )  # fmt: skip
-        assert all(p == 1.0 for r in made.rounds for p in r.accept_prob) and made.accepted_tokens > 0
+            target,
+            PROMPT,
+            drafter=tokens(target, rewritten(target, pieces)),
+            k=3,
+            max_new_tokens=20,
+            seed=seed,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+        )
+        assert (
+            all(p == 1.0 for r in made.rounds for p in r.accept_prob) and made.accepted_tokens > 0
+        )
 
 
 # --- the fault of transformers 5.23, planted ------------------------------------------------------------------------
@@ -115,7 +128,9 @@ def test_a_token_map_in_another_order_is_detected(name):
 
 # --- greedy ---------------------------------------------------------------------------------------------------------
 
-PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""]), min_size=1, max_size=7)
+PIECES = st.lists(
+    st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""]), min_size=1, max_size=7
+)
 
 
 @given(
@@ -128,13 +143,17 @@ PIECES = st.lists(st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""])
     n_ctx=st.sampled_from([4, 15, 4096]),
 )
 @settings(max_examples=300, deadline=None)
-def test_greedy_output_equals_plain_decoding_for_any_pieces(pieces, seed, k, prompt, temperature, controller, n_ctx):
+def test_greedy_output_equals_plain_decoding_for_any_pieces(
+    pieces, seed, k, prompt, temperature, controller, n_ctx
+):
     target = model([b"a", *pieces[0]], order=2, seed=seed)
     draft = model([*pieces[1], b"a"], seed=seed + 1, n_ctx=n_ctx)
     prompt = [token % target.vocab.size for token in prompt]
     control = ConfidenceStop(k, p_min=0.5) if controller else FixedK(k)
     drafter = tokens(target, draft)
-    made = generate(target, prompt, drafter=drafter, k=control, max_new_tokens=24, temperature=temperature)
+    made = generate(
+        target, prompt, drafter=drafter, k=control, max_new_tokens=24, temperature=temperature
+    )
     assert len(made.token_ids) == 24
     if temperature == 0:
         assert made.token_ids == generate(target, prompt, max_new_tokens=24).token_ids

@@ -28,7 +28,10 @@ from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
 FAMILIES = ("llama", "gpt2", "qwen3", "gpt_neox", "falcon", "deepseek_v3")
-NAMES = ("toy", *(f"{family}, {attention}" for family, attention in product(FAMILIES, ("sdpa", "eager"))))
+NAMES = (
+    "toy",
+    *(f"{family}, {attention}" for family, attention in product(FAMILIES, ("sdpa", "eager"))),
+)
 NAMES += ("llama, decoder", "qwen3, decoder")
 IDS = [int(i) for i in np.random.default_rng(2).integers(3, VOCAB, 512)]
 CLOSE = 2e-5
@@ -47,7 +50,13 @@ def torch_lm(family="llama", attention="sdpa", *, n_ctx=64, dtype=torch.float32)
     net, own = torch_model(family, max_position_embeddings=n_ctx).to(dtype), attention == "decoder"
     if not own:
         net.set_attn_implementation(attention)
-    return HfModel(net, None, name=f"{family}, {attention}", n_ctx=n_ctx, decoder="auto" if own else "transformers")
+    return HfModel(
+        net,
+        None,
+        name=f"{family}, {attention}",
+        n_ctx=n_ctx,
+        decoder="auto" if own else "transformers",
+    )
 
 
 def from_scratch(model, ids, rows=None):
@@ -57,7 +66,9 @@ def from_scratch(model, ids, rows=None):
 
 def apart(found, expected):
     """Return the largest relative difference of a row."""
-    return float((np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max())
+    return float(
+        (np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)).max()
+    )
 
 
 def off_by(model, past, tree):
@@ -75,7 +86,11 @@ def in_tree(model, past, tree):
     if past:
         model.forward(past, 0)
     rows = model.forward_tree(IDS[-len(tree) :], tree)
-    assert rows.shape == (len(tree), VOCAB) and rows.dtype == np.float32 and model.n_past == len(past) + len(tree)
+    assert (
+        rows.shape == (len(tree), VOCAB)
+        and rows.dtype == np.float32
+        and model.n_past == len(past) + len(tree)
+    )
     return rows
 
 
@@ -95,7 +110,9 @@ def off_after(model, past, tree, kept):
     return apart(np.concatenate(found), np.concatenate([expected[:3], other, expected[3:]]))
 
 
-trees = st.integers(1, 14).flatmap(lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n))).map(Tree))
+trees = st.integers(1, 14).flatmap(
+    lambda n: st.tuples(*(st.integers(-1, node - 1) for node in range(n))).map(Tree)
+)
 
 
 @given(tree=trees)
@@ -158,7 +175,9 @@ def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, 
             path = tree.path(leaf)
             same(rows[path], model.forward([ids[node] for node in path]))
             model.rewind(len(path))
-    monkeypatch.setattr(decoder, "_paths", lambda n, tree: [(None, list(range(n)))])  # a chain needs no gather
+    monkeypatch.setattr(
+        decoder, "_paths", lambda n, tree: [(None, list(range(n)))]
+    )  # a chain needs no gather
     for held, length in ((20, 1), (20, 6), (61, 6)):
         from_scratch(model, IDS[:held], 0)
         steps = np.concatenate([model.forward([token]) for token in IDS[-length:]])
@@ -205,7 +224,11 @@ def test_an_unsettled_tree_blocks_all_other_calls(model):
     with pytest.raises(StateError, match="none to settle"):
         model.keep_path([])
     model.forward_tree([5, 6, 7], Tree((-1, 0, -1)))
-    for use in (lambda: model.forward([5]), lambda: model.rewind(1), lambda: model.forward_tree([5], Tree((-1,)))):
+    for use in (
+        lambda: model.forward([5]),
+        lambda: model.rewind(1),
+        lambda: model.forward_tree([5], Tree((-1,))),
+    ):
         with pytest.raises(StateError, match="3 nodes of a tree: call keep_path"):
             use()
     for nodes in ([1], [0, 2], [0, 0], [1, 0], [3], [-1]):
@@ -221,7 +244,8 @@ def test_an_unsettled_tree_blocks_all_other_calls(model):
 
 
 @pytest.mark.parametrize(
-    ("error", "seen"), [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)]
+    ("error", "seen"),
+    [(RuntimeError("no memory"), EngineError), (KeyboardInterrupt(), KeyboardInterrupt)],
 )
 @pytest.mark.parametrize(
     ("name", "owner", "method"),
@@ -247,14 +271,23 @@ def test_a_failed_tree_restores_the_state(monkeypatch, name, owner, method, erro
     ("kind", "config", "why"),
     [
         ("mistral", {}, "window of the past"),
-        ("gpt_neo", {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "window_size": 8,
-                     "attention_types": [[["global", "local"], 1]]}, "window of the past"),
+        (
+            "gpt_neo",
+            {
+                "hidden_size": 32,
+                "num_layers": 2,
+                "num_heads": 4,
+                "window_size": 8,
+                "attention_types": [[["global", "local"], 1]],
+            },
+            "window of the past",
+        ),
         ("bloom", {}, "index in the cache"),
         ("bart", {}, "index in the cache"),
         ("falcon", {"alibi": True}, "index in the cache"),
         ("mamba2", {}, "the rollback strategy of this model is replay"),
     ],
-)  # fmt: skip
+)
 def test_models_without_exact_trees_report_the_reason(kind, config, why):
     model = HfModel(torch_model(kind, **config), None, name=kind)
     assert not model.caps.trees and why in model.caps.trees_reason
@@ -273,10 +306,22 @@ def one_off(gather):
 FAULTS = {
     "siblings are visible": (Tree, "seen", property(lambda tree: np.tri(len(tree), dtype=bool))),
     "index for depth": (Tree, "depths", property(lambda tree: tuple(range(len(tree))))),
-    "boolean mask": (hf_engine, "tree_mask", lambda *args, **kwargs: tree_mask(*args, **kwargs) == 0),
+    "boolean mask": (
+        hf_engine,
+        "tree_mask",
+        lambda *args, **kwargs: tree_mask(*args, **kwargs) == 0,
+    ),
     "one off": (KeptPastLayer, "gather", one_off(KeptPastLayer.gather)),
-    "nothing gathered": (KeptPastLayer, "gather", lambda layer, start, nodes: layer.keep(start + len(nodes))),
-    "paths in the order of nodes": (decoder, "_paths", lambda n, tree: [(torch.arange(n), list(range(n)))]),
+    "nothing gathered": (
+        KeptPastLayer,
+        "gather",
+        lambda layer, start, nodes: layer.keep(start + len(nodes)),
+    ),
+    "paths in the order of nodes": (
+        decoder,
+        "_paths",
+        lambda n, tree: [(torch.arange(n), list(range(n)))],
+    ),
     "decoder is one off": (decoder.Decoder, "gather", one_off(decoder.Decoder.gather)),
 }
 """Owner, name and replacement of each planted fault."""
@@ -287,7 +332,9 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("name", "fault"), [(name, fault) for name, faults in BROKEN.items() for fault in faults])
+@pytest.mark.parametrize(
+    ("name", "fault"), [(name, fault) for name, faults in BROKEN.items() for fault in faults]
+)
 def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, monkeypatch):
     model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
@@ -298,7 +345,10 @@ def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, mo
     assert wrong > 100 * CLOSE
     model.reset()
     assert "do not get the logits" in probe.probe_trees(model)
-    assert attention == "decoder" or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
+    assert (
+        attention == "decoder"
+        or "do not get the logits" in torch_lm(family, attention).caps.trees_reason
+    )
 
 
 def test_a_model_whose_trees_fail_opens_without_tree_support(monkeypatch):

@@ -53,7 +53,9 @@ def test_walking_a_tree_equals_rejecting_its_children_one_by_one(seed):
         return distribution(lambda draws: rule(logits, proposal, Chooser(Sampling(0.9), draws))[:2])
 
     assert total_variation(law(accept.walk_drafts), law(rejected_one_by_one)) < 1e-12
-    made = distribution(lambda draws: accept.walk_drafts(logits, proposal, Chooser(Sampling(1.0), draws)))
+    made = distribution(
+        lambda draws: accept.walk_drafts(logits, proposal, Chooser(Sampling(1.0), draws))
+    )
     for one in made:
         for j, chance in enumerate(one.accept_prob):
             here = [o for o in made if o.path[:j] == one.path[:j]]
@@ -68,19 +70,23 @@ SURE, EVEN, SPLIT = [0.9, 0.06, 0.04, 0.0], [0.25] * 4, [0.2, 0.5, 0.3, 0.0]
 FLAT = [1 / 16] * 16
 
 
-@pytest.mark.parametrize(("rows", "ids", "parents", "path"), [
-    # the longest path whose nodes pass; the threshold of EVEN is min(0.09, 0.3 / 4) = 0.075,
-    # of SURE min(0.09, 0.3 * exp(-0.40)) = 0.09
-    ([EVEN, SURE, EVEN, SURE, EVEN, EVEN], [0, 1, 1, 2, 0], (-1, -1, 0, 1, 3), (1, 3, 4)),
-    ([EVEN, SURE, SURE, EVEN], [0, 1, 1], (-1, -1, 1), (0,)),
-    ([SURE, EVEN, EVEN], [1, 2], (-1, 0), ()),
-    # a high entropy of the target lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
-    ([FLAT, FLAT], [3], (-1,), (0,)), ([[0.06] * 15 + [0.1], FLAT], [0], (-1,), (0,)),
-    ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon applies
-    # the most probable of equally long paths: 0.2 * 0.9 against 0.5 * 0.25
-    ([SPLIT, EVEN, EVEN, EVEN], [0, 1, 2], (-1, -1, -1), (1,)),
-    ([SPLIT, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1), (0, 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "ids", "parents", "path"),
+    [
+        # the longest path whose nodes pass; the threshold of EVEN is min(0.09, 0.3 / 4) = 0.075,
+        # of SURE min(0.09, 0.3 * exp(-0.40)) = 0.09
+        ([EVEN, SURE, EVEN, SURE, EVEN, EVEN], [0, 1, 1, 2, 0], (-1, -1, 0, 1, 3), (1, 3, 4)),
+        ([EVEN, SURE, SURE, EVEN], [0, 1, 1], (-1, -1, 1), (0,)),
+        ([SURE, EVEN, EVEN], [1, 2], (-1, 0), ()),
+        # a high entropy of the target lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
+        ([FLAT, FLAT], [3], (-1,), (0,)),
+        ([[0.06] * 15 + [0.1], FLAT], [0], (-1,), (0,)),
+        ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon applies
+        # the most probable of equally long paths: 0.2 * 0.9 against 0.5 * 0.25
+        ([SPLIT, EVEN, EVEN, EVEN], [0, 1, 2], (-1, -1, -1), (1,)),
+        ([SPLIT, SURE, EVEN, EVEN, EVEN], [0, 1, 0, 0], (-1, -1, 0, 1), (0, 2)),
+    ],
+)
 def test_typical_accepts_the_longest_and_most_probable_path_that_passes(rows, ids, parents, path):
     verdict = accept.typical(np.asarray(rows), Proposal(tuple(ids), tree=Tree(parents)), Always())
     assert verdict.path == path and verdict.accept_prob == ((1.0,) * len(path) or (0.0,))
@@ -108,7 +114,9 @@ def _not_renormalised(logits, proposal, chooser):
         kept = next((c for c in children if chooser.draws.bernoulli(p[proposal.ids[c]])), None)
         if kept is None:
             p[[proposal.ids[c] for c in children]] = 0.0
-            return accept.Acceptance(tuple(path), chooser.draws.categorical(p if p.sum() else p + 1), ())
+            return accept.Acceptance(
+                tuple(path), chooser.draws.categorical(p if p.sum() else p + 1), ()
+            )
         node = kept
         path.append(node)
 
@@ -129,7 +137,9 @@ FAULTS = [_best_child_untested, _not_renormalised, _correction_from_all_of_p, _r
 @pytest.mark.parametrize("faulty", FAULTS)
 def test_planted_faults_are_detected(faulty):
     def rule(logits, proposal, chooser):
-        return (accept.RULES["token"] if proposal.tree is None else faulty)(logits, proposal, chooser)
+        return (accept.RULES["token"] if proposal.tree is None else faulty)(
+            logits, proposal, chooser
+        )
 
     target = toy.markov(3, order=2, seed=0)
     assert off_by(target, Trees(4, 3, parents=(-1, -1, 0, 1)), ONE, n=3, k=4, rule=rule) > 0.005
@@ -161,7 +171,9 @@ def test_invalid_trees_are_rejected(proposal, declared):
 
 
 def test_a_tree_may_be_empty():
-    made = generate(toy.cyclic(5), [0], drafter=proposing(Proposal((), tree=Tree(())), 3), max_new_tokens=5)
+    made = generate(
+        toy.cyclic(5), [0], drafter=proposing(Proposal((), tree=Tree(())), 3), max_new_tokens=5
+    )
     assert made.token_ids == (1, 2, 3, 4, 0) and {r.k for r in made.rounds} == {0}
 
 
@@ -171,8 +183,13 @@ def test_nodes_too_deep_to_be_committed_are_dropped(n):
     chain_and_star = Proposal((1, 2, 3, 4, 2, 3), tree=Tree((-1, 0, 1, 2, -1, 4)))
     made = generate(toy.cyclic(5), [0], drafter=proposing(chain_and_star, 6), max_new_tokens=n)
     first = made.rounds[0]
-    assert first.parents == {1: (), 2: (-1, -1), 3: (-1, 0, -1, 2), 4: (-1, 0, 1, -1, 3), 9: (-1, 0, 1, 2, -1, 4)}[n]
-    assert made.token_ids == tuple((i + 1) % 5 for i in range(n)) and first.n_accepted == min(n - 1, 4)
+    assert (
+        first.parents
+        == {1: (), 2: (-1, -1), 3: (-1, 0, -1, 2), 4: (-1, 0, 1, -1, 3), 9: (-1, 0, 1, 2, -1, 4)}[n]
+    )
+    assert made.token_ids == tuple((i + 1) % 5 for i in range(n)) and first.n_accepted == min(
+        n - 1, 4
+    )
 
 
 @pytest.mark.parametrize("announced", [True, False])
@@ -196,7 +213,9 @@ def test_a_controller_for_chains_rejects_trees():
 def test_nonfinite_logits_in_a_tree_stop_the_run_with_their_position(temperature):
     """The third node, second on its path, has NaN logits: two tokens after the prompt."""
     fed, rows = [], toy.cyclic(5)._logits_of
-    target = toy.ToyLM(lambda prefix: rows(prefix) * (np.nan if prefix == (0, 1, 2) else 1), toy.letters(5))
+    target = toy.ToyLM(
+        lambda prefix: rows(prefix) * (np.nan if prefix == (0, 1, 2) else 1), toy.letters(5)
+    )
     target.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
     shape = Proposal((1, 4, 2), tree=Tree((-1, -1, 0)))
     with pytest.raises(NonFiniteLogits, match=r"after 3 tokens.*layer 7"):
@@ -222,5 +241,7 @@ class Knowing(Trees):
 def test_tree_verification_on_a_real_model_equals_plain_decoding(opened):
     target = opened("smollm2-135m?backend=hf&dtype=float32")
     plain = generate(target, "def fibonacci(n):\n", max_new_tokens=32)
-    made = generate(target, plain.prompt_ids, drafter=Knowing(plain, target.vocab.size), max_new_tokens=32)
+    made = generate(
+        target, plain.prompt_ids, drafter=Knowing(plain, target.vocab.size), max_new_tokens=32
+    )
     assert made.token_ids == plain.token_ids and made.tau > 3

@@ -38,7 +38,11 @@ class Trees(DrafterBase):
         ids = []
         for node in range(min(k, self.tree_nodes)):
             free = [parent for parent in range(-1, node) if used[parent]]
-            parent = free[int(draws.integers(len(free)))] if self._parents is None else self._parents[node]
+            parent = (
+                free[int(draws.integers(len(free)))]
+                if self._parents is None
+                else self._parents[node]
+            )
             parents.append(parent)
             ids.append(used[parent].pop())
             used[node] = draws.permutation(self._vocab).tolist()

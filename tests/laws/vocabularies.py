@@ -14,7 +14,11 @@ class SpellingLM(toy.ToyLM):
 
     def encode(self, text, *, special=True):
         raw, ids = text.encode(), []
-        known = {p: i for i, p in reversed(list(enumerate(self.vocab.pieces))) if p and i not in self.vocab.special}
+        known = {
+            p: i
+            for i, p in reversed(list(enumerate(self.vocab.pieces)))
+            if p and i not in self.vocab.special
+        }
         while raw:
             size = max((len(p) for p in known if raw.startswith(p)), default=0)
             if not size:
@@ -41,4 +45,6 @@ def rewritten(source, pieces):
         row = source._logits_of(tuple(ids[token] for token in prefix))
         return np.array([-np.inf if i is None else row[i] for i in ids])
 
-    return SpellingLM(logits_of, replace(source.vocab, pieces=tuple(pieces)), name=f"{source.name} rewritten")
+    return SpellingLM(
+        logits_of, replace(source.vocab, pieces=tuple(pieces)), name=f"{source.name} rewritten"
+    )

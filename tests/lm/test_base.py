@@ -36,7 +36,9 @@ def models(tmp_path_factory):
         patch.setattr(binding, "MAX_BATCH", 8)
         patch.setattr(hf_engine, "PREFILL_WIDTH", 8)
         opened = {
-            "toy": toy.ToyLM(toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX),
+            "toy": toy.ToyLM(
+                toy.markov(VOCAB, order=2)._logits_of, toy.letters(VOCAB), n_ctx=N_CTX
+            ),
             "gguf": GgufModel.open(llama_gguf(folder / "m.gguf"), n_ctx=N_CTX, threads=1),
             "torch": HfModel.open(torch_folder(folder / "m"), n_ctx=N_CTX),
         }
@@ -78,7 +80,13 @@ def test_engines_implement_the_protocol_and_keep_the_state_on_bad_calls(model):
 
 
 @pytest.mark.parametrize("name", ENGINES)
-@given(pieces=st.lists(st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10)), min_size=1, max_size=5))
+@given(
+    pieces=st.lists(
+        st.tuples(st.integers(1, 20), st.integers(0, 20), st.integers(0, 10)),
+        min_size=1,
+        max_size=5,
+    )
+)
 def test_any_sequence_of_passes_and_rewinds_equals_single_steps(models, name, pieces):
     """Up to the last token of the context. Returned rows are not overwritten by later calls."""
     model = models[name]
@@ -88,7 +96,11 @@ def test_any_sequence_of_passes_and_rewinds_equals_single_steps(models, name, pi
     model.reset()
     for fed, n_rows, forgotten in pieces:
         new = [int(i) for i in rng.integers(3, VOCAB, min(fed, N_CTX - len(held)))]
-        rows = model.forward(new, None if n_rows > len(new) else n_rows) if new else np.empty((0, VOCAB), np.float32)
+        rows = (
+            model.forward(new, None if n_rows > len(new) else n_rows)
+            if new
+            else np.empty((0, VOCAB), np.float32)
+        )
         assert rows.shape == (min(n_rows, len(new)), VOCAB) and rows.dtype == np.float32
         held += new
         kept += zip(range(len(held) - len(rows), len(held)), rows, strict=True)

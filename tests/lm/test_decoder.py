@@ -20,14 +20,24 @@ from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 60)]
 ROTATIONS = {
-    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
     "yarn": {"factor": 2.0, "original_max_position_embeddings": 32},
     "linear": {"factor": 2.0},
 }
 MODELS = {
     "llama": {},
     "llama, biased": {"attention_bias": True, "mlp_bias": True},
-    "llama, int4": {"intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
+    "llama, int4": {
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    },
     "llama, tied": {"tie_word_embeddings": True},
     "llama, many heads share": {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 4},
     "mistral": {"sliding_window": None, "head_dim": 16},
@@ -49,7 +59,9 @@ def network(name: str, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
     return net
 
 
-def opened(name: str = "llama", dtype: torch.dtype | str = torch.float32, **options: str) -> HfModel:
+def opened(
+    name: str = "llama", dtype: torch.dtype | str = torch.float32, **options: str
+) -> HfModel:
     net = network(name, torch.bfloat16 if dtype == "int4" else dtype)
     if dtype == "int4":
         round_network(net)
@@ -77,7 +89,9 @@ def test_the_decoder_computes_the_logits_of_transformers(name):
         error, other = (np.square(x - judge[20:]).mean() ** 0.5 for x in (rows, expected[20:]))
         assert error < max(1.2 * other, 1e-4 * spread)
         top = rows.argmax(1)
-        assert (judge[20:].max(1) - judge[np.arange(20, len(IDS)), top] < max(8 * other, 1e-4 * spread)).all()
+        assert (
+            judge[20:].max(1) - judge[np.arange(20, len(IDS)), top] < max(8 * other, 1e-4 * spread)
+        ).all()
 
 
 def test_hidden_states_of_tapped_layers_are_returned():
@@ -95,7 +109,9 @@ def test_a_model_of_some_blocks_equals_a_network_with_only_these_blocks():
     model = opened("qwen3")
     net = network("qwen3")
     net.model.layers = net.model.layers[1:]
-    np.testing.assert_allclose(model.keep_blocks([1]).forward(IDS), transformers_rows(net), atol=1e-4)
+    np.testing.assert_allclose(
+        model.keep_blocks([1]).forward(IDS), transformers_rows(net), atol=1e-4
+    )
     np.testing.assert_array_equal(model.keep_blocks([0, 1]).forward(IDS), model.forward(IDS))
     for blocks in ([], [2], [-1]):
         with pytest.raises(InputError):
@@ -109,10 +125,14 @@ def test_a_model_of_some_blocks_equals_a_network_with_only_these_blocks():
         ("llama", {"hidden_act": "gelu"}, torch.float32, "with SiLU"),
         ("mistral", {}, torch.float32, "window of the past"),
         ("llama", {}, torch.float16, "no packed product"),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, torch.float32,
-         "dynamic"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            torch.float32,
+            "dynamic",
+        ),
     ],
-)  # fmt: skip
+)
 def test_unsupported_models_run_in_transformers(kind, config, dtype, why):
     net = torch_model(kind, **config).to(dtype)
     assert why in refuse(net)
@@ -134,9 +154,13 @@ def check_certificates() -> None:
             print(f"{threads} threads, {model.caps.dtype}: {claimed}")
 
 
-NARROWER = [("ONEDNN_MAX_CPU_ISA", "AVX2", "avx512f"), ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512_bf16"),
-            ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "amx_bf16"), ("ATEN_CPU_CAPABILITY", "avx2", "avx512f"),
-            ("ATEN_CPU_CAPABILITY", "default", "avx2")]  # fmt: skip
+NARROWER = [
+    ("ONEDNN_MAX_CPU_ISA", "AVX2", "avx512f"),
+    ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE", "avx512_bf16"),
+    ("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16", "amx_bf16"),
+    ("ATEN_CPU_CAPABILITY", "avx2", "avx512f"),
+    ("ATEN_CPU_CAPABILITY", "default", "avx2"),
+]
 """Variable, value, and the instructions that it disables (no effect if the CPU lacks them)."""
 
 
@@ -167,7 +191,11 @@ def test_the_probe_detects_another_kernel_for_single_rows(monkeypatch):
 
 def test_the_probe_detects_the_width_at_which_the_int4_kernel_changes(monkeypatch):
     model = opened("llama, int4", "int4")
-    assert model.caps.dtype == "int4" and model._engine.decoder.rows == 1 and model.caps.same_bits_up_to == 64
+    assert (
+        model.caps.dtype == "int4"
+        and model._engine.decoder.rows == 1
+        and model.caps.same_bits_up_to == 64
+    )
     right = Int4Product.__call__
 
     def product(self, x):
@@ -189,7 +217,10 @@ def test_the_attention_of_a_token_is_bit_identical_in_blocks(onednn):
         for _ in range(40):
             decoder.cache.normal_()
             q = torch.randn(4, decoder.H, decoder.d).bfloat16()
-            steps = [decoder._plan_one_call(1, n_held + i, 0)(row[None], 0, row) for i, row in enumerate(q)]
+            steps = [
+                decoder._plan_one_call(1, n_held + i, 0)(row[None], 0, row)
+                for i, row in enumerate(q)
+            ]
             for n in (2, 4):
                 rows = decoder._plan_one_call(n, n_held, 0)(q[:n], 0, q)
                 assert torch.equal(rows, torch.cat(steps[:n]))
@@ -203,6 +234,9 @@ def test_a_model_sets_its_thread_count_only_during_a_pass():
     torch.set_num_threads(before + 1)
     try:
         model.forward(IDS[:2])
-        assert seen == [before] == [model.caps.details["threads"]] and torch.get_num_threads() == before + 1
+        assert (
+            seen == [before] == [model.caps.details["threads"]]
+            and torch.get_num_threads() == before + 1
+        )
     finally:
         torch.set_num_threads(before)

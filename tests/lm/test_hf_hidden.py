@@ -15,7 +15,12 @@ from tests.laws.trees import random_tree
 from tests.tiny_models import VOCAB, torch_model
 
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
-SLOW = [("gemma3_text", "crop"), ("mamba", "snapshots"), ("qwen3_5_text", "fused"), ("qwen3_5_text", "checkpoint")]
+SLOW = [
+    ("gemma3_text", "crop"),
+    ("mamba", "snapshots"),
+    ("qwen3_5_text", "fused"),
+    ("qwen3_5_text", "checkpoint"),
+]
 STRATEGIES = [
     ("llama", "crop", "auto"),
     ("llama", "crop", "transformers"),
@@ -35,7 +40,10 @@ def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def opened(
-    kind: str = "llama", strategy: str = "auto", dtype: torch.dtype = torch.float32, decoder: str = "transformers"
+    kind: str = "llama",
+    strategy: str = "auto",
+    dtype: torch.dtype = torch.float32,
+    decoder: str = "transformers",
 ) -> HfModel:
     return HfModel(network(kind, dtype), None, name=kind, rollback=strategy, decoder=decoder)
 

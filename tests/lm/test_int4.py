@@ -17,7 +17,14 @@ from specnb.lm.hf.files import blocks_network
 from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
 
-SCALES = {Kind.Q4_0: [0], Kind.Q4_1: [0, 2], Kind.Q8_0: [0], Kind.Q4_K: [0, 2], Kind.Q6_K: [208], Kind.Q5_K: [0, 2]}
+SCALES = {
+    Kind.Q4_0: [0],
+    Kind.Q4_1: [0, 2],
+    Kind.Q8_0: [0],
+    Kind.Q4_K: [0, 2],
+    Kind.Q6_K: [208],
+    Kind.Q5_K: [0, 2],
+}
 """Offsets of float16 values in a block, where random bytes may be NaN."""
 
 
@@ -77,10 +84,15 @@ def test_rounding_preserves_extremes_and_constant_groups():
         assert blocks.codes.max() == 2**bits - 1
 
 
-@pytest.mark.parametrize("kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]])
+@pytest.mark.parametrize(
+    "kinds", [[Kind.Q4_1], [Kind.Q4_0, Kind.Q4_1], [Kind.Q8_0], [Kind.Q4_K, Kind.Q6_K]]
+)
 def test_the_product_uses_the_weights_of_all_its_layers(kinds, monkeypatch):
     monkeypatch.setattr(int4, "PACKED_AT_ONCE", 1)  # 64 rows at a time
-    layers = [BlockLinear(random_matrix(kind, 96 + 16 * i), torch.ones(96 + 16 * i)) for i, kind in enumerate(kinds)]
+    layers = [
+        BlockLinear(random_matrix(kind, 96 + 16 * i), torch.ones(96 + 16 * i))
+        for i, kind in enumerate(kinds)
+    ]
     x = torch.randn(5, layers[0].in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
     expected = torch.cat([x.double() @ layer.weight.double().T + 1 for layer in layers], 1)
     got = Int4Product(*layers)(x)
@@ -120,14 +132,20 @@ def file(tmp_path):
 def test_a_file_opens_with_its_weights(file):
     """Rounding to 8 bits changes the logits only slightly."""
     wide, model, coarse = (
-        specnb.load(f"{file}?backend=hf&dtype={kind}") for kind in ("float32", "int4", "int4&coarse=true")
+        specnb.load(f"{file}?backend=hf&dtype={kind}")
+        for kind in ("float32", "int4", "int4&coarse=true")
     )
     ids = [5, 9, 4, 30, 31, 17]
     expected = wide.forward(ids)
     got = model.forward(ids)
     assert model.caps.dtype == "int4" and vars(model.vocab) == vars(wide.vocab)
-    assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(expected - expected.mean(1, keepdims=True))
-    assert [each.network.model.layers[0].mlp.up_proj.matrix.bits for each in (model, coarse)] == [8, 4]
+    assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(
+        expected - expected.mean(1, keepdims=True)
+    )
+    assert [each.network.model.layers[0].mlp.up_proj.matrix.bits for each in (model, coarse)] == [
+        8,
+        4,
+    ]
 
 
 def test_a_missing_tensor_raises_an_error_with_its_name(file):
@@ -151,7 +169,9 @@ def test_int4_supports_only_some_families_and_only_the_cpu(file, tmp_path):
 def test_the_weights_of_a_folder_are_rounded(tmp_path):
     folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
     model = specnb.load(f"{folder}?dtype=int4")
-    kinds = {type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)}
+    kinds = {
+        type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)
+    }
     assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
     assert model.network.lm_head.matrix.bits == 8
     coarse = specnb.load(f"{folder}?dtype=int4&coarse=true")
@@ -161,17 +181,26 @@ def test_the_weights_of_a_folder_are_rounded(tmp_path):
 def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(file):
     origin = specnb.load(f"{file}?backend=hf&dtype=int4").network.model.layers[0]
     dense = dense_copy(origin)
-    assert type(dense.mlp.up_proj) is torch.nn.Linear and isinstance(origin.mlp.up_proj, BlockLinear)
+    assert type(dense.mlp.up_proj) is torch.nn.Linear and isinstance(
+        origin.mlp.up_proj, BlockLinear
+    )
     assert torch.equal(dense.mlp.up_proj.weight, origin.mlp.up_proj.weight)
     dense.requires_grad_(True).mlp(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
     assert dense.mlp.up_proj.weight.grad.abs().sum() > 0
-    assert not origin.mlp.up_proj.weight.requires_grad and dense.input_layernorm is not origin.input_layernorm
+    assert (
+        not origin.mlp.up_proj.weight.requires_grad
+        and dense.input_layernorm is not origin.input_layernorm
+    )
 
 
 def test_a_four_bit_file_opens_in_int4_if_that_is_fastest(monkeypatch):
     for fastest, types in ((True, {"int4"}), (False, {"float32", "bfloat16"})):
         monkeypatch.setattr(int4, "is_fastest", lambda wide, fastest=fastest: fastest)
-        for name in ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=auto", "m-Q4_K_M.gguf?backend=hf"):
+        for name in (
+            "smollm2-135m?backend=hf",
+            "smollm2-135m?backend=hf&dtype=auto",
+            "m-Q4_K_M.gguf?backend=hf",
+        ):
             assert files.parse(name).options["dtype"] in types
         for name in ("smollm2-135m:q8_0?backend=hf&dtype=auto", "m.F16.gguf?backend=hf&dtype=auto"):
             assert files.parse(name).options["dtype"] in {"float32", "bfloat16"}

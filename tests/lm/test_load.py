@@ -21,13 +21,22 @@ FORMS = {
     "smollm2-135m": ("zoo", "smollm2-135m", "llama", {}),
     "smollm2-135m?backend=hf&dtype=bfloat16": ("zoo", "smollm2-135m", "hf", {"dtype": "bfloat16"}),
     "smollm2-135m:q8_0?n_ctx=64&exact=true": (
-        "zoo", "smollm2-135m:q8_0", "llama", {"n_ctx": "64", "exact": "true"}),
+        "zoo",
+        "smollm2-135m:q8_0",
+        "llama",
+        {"n_ctx": "64", "exact": "true"},
+    ),
     "model.gguf": ("gguf", "model.gguf", "llama", {}),
     "/some where/model.gguf?backend=hf": ("gguf", "/some where/model.gguf", "hf", {}),
-    "hf:ORG/NAME-GGUF:Q4_K_M?n_ctx=64": ("hub", "hf:ORG/NAME-GGUF:Q4_K_M", "llama", {"n_ctx": "64"}),
+    "hf:ORG/NAME-GGUF:Q4_K_M?n_ctx=64": (
+        "hub",
+        "hf:ORG/NAME-GGUF:Q4_K_M",
+        "llama",
+        {"n_ctx": "64"},
+    ),
     "hf:ORG/NAME/deep/file.gguf?backend=hf": ("hub", "hf:ORG/NAME/deep/file.gguf", "hf", {}),
     "hf:ORG/NAME?revision=v1.0": ("hf", "ORG/NAME", "hf", {"revision": "v1.0"}),
-}  # fmt: skip
+}
 NO_NAMES = {
     "smollm-135m": "did you mean smollm2-135m",
     "?backend=hf": "unknown model in ''",
@@ -57,12 +66,18 @@ def test_all_forms_of_names_parse_and_keyword_options_take_precedence(tmp_path, 
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
-    folders = {name: ("hf", name, "hf", {}) for name in ("./folder", "folder", str(tmp_path / "folder"), "~/folder")}
+    folders = {
+        name: ("hf", name, "hf", {})
+        for name in ("./folder", "folder", str(tmp_path / "folder"), "~/folder")
+    }
     for name, expected in (FORMS | folders).items():
         spec = parse(name)
         assert (spec.where, spec.source, spec.backend, spec.options) == expected
         assert parse(spec.text) == spec and spec.text == name
-    assert local_file(parse("~/model.gguf")) == tmp_path / "model.gguf" and local_file(parse("folder")) is None
+    assert (
+        local_file(parse("~/model.gguf")) == tmp_path / "model.gguf"
+        and local_file(parse("folder")) is None
+    )
     spec = parse("smollm2-135m?backend=hf&dtype=bfloat16&n_ctx=8", dtype="float16", backend="llama")
     assert spec.backend == "llama" and spec.options == {"dtype": "float16", "n_ctx": "8"}
     assert parse("model.gguf", n_ctx=8).text == "model.gguf?n_ctx=8"
@@ -72,10 +87,15 @@ def test_dtype_auto_depends_on_the_hardware_and_is_resolved_in_the_name(monkeypa
     for flag, dtype in (("avx512_bf16", "bfloat16"), ("bf16", "bfloat16"), ("avx2", "float32")):
         monkeypatch.setattr(machine, "cpuinfo", lambda flag=flag: (None, frozenset({flag})))
         spec = parse("smollm2-135m:f16?backend=hf&dtype=auto")
-        assert spec.options["dtype"] == dtype and spec.text == f"smollm2-135m:f16?backend=hf&dtype={dtype}"
+        assert (
+            spec.options["dtype"] == dtype
+            and spec.text == f"smollm2-135m:f16?backend=hf&dtype={dtype}"
+        )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for has_it, dtype in {True: "bfloat16", False: "float32"}.items():
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it)
+        monkeypatch.setattr(
+            torch.cuda, "is_bf16_supported", lambda including_emulation, has_it=has_it: has_it
+        )
         assert parse("hf:ORG/NAME", dtype="auto", device="cuda:0").options["dtype"] == dtype
 
 
@@ -94,7 +114,11 @@ def test_llama_cpp_opens_the_gguf_next_to_a_folder_or_its_float32_copy(folder):
     write_gguf(hybrid, gguf)
     assert local_file(parse(f"{hybrid}?backend=llama")) == gguf
     file = local_file(parse(name))
-    assert file == local_file(parse(name)) and file.is_file() and file.parent == folder / "cache" / "requantised"
+    assert (
+        file == local_file(parse(name))
+        and file.is_file()
+        and file.parent == folder / "cache" / "requantised"
+    )
     model = load(name)
     torch = load(hybrid)
     expected = torch.forward([5, 6, 7])
@@ -107,8 +131,15 @@ def test_llama_cpp_opens_the_gguf_next_to_a_folder_or_its_float32_copy(folder):
 
 # ---- GGUFs of a hub
 
-REPOSITORY = ["README.md", "mmproj-Q8_0.gguf", "tiny-q8_0.gguf", "tiny-IQ8_0.gguf", "a.F16.gguf", "b.F16.gguf",
-              *(f"Q2_K/tiny-Q2_K-0000{i}-of-00002.gguf" for i in (2, 1))]  # fmt: skip
+REPOSITORY = [
+    "README.md",
+    "mmproj-Q8_0.gguf",
+    "tiny-q8_0.gguf",
+    "tiny-IQ8_0.gguf",
+    "a.F16.gguf",
+    "b.F16.gguf",
+    *(f"Q2_K/tiny-Q2_K-0000{i}-of-00002.gguf" for i in (2, 1)),
+]
 
 
 @pytest.fixture
@@ -125,21 +156,31 @@ def hub(folder, monkeypatch):
     monkeypatch.setenv("https_proxy", "http://proxy.invalid")  # so that no network is used
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.list_repo_files", lambda repository, *, revision: REPOSITORY)
+    monkeypatch.setattr(
+        "huggingface_hub.list_repo_files", lambda repository, *, revision: REPOSITORY
+    )
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
     return fetched
 
 
 def test_a_hub_gguf_opens_by_type_or_name_and_is_downloaded_once(hub, monkeypatch):
     model = load("hf:ORG/NAME:Q8_0?revision=v1&threads=1", n_ctx=16)
-    assert model.caps.engine == "llama.cpp" and model.forward([5, 6, 7]).shape == (3, model.vocab.size)
+    assert model.caps.engine == "llama.cpp" and model.forward([5, 6, 7]).shape == (
+        3,
+        model.vocab.size,
+    )
     model.close()
     assert hub == [("ORG/NAME", "tiny-q8_0.gguf", "v1")]
     parts = local_file(parse("hf:ORG/NAME:q2_k?revision=v1"))
-    assert parts.name == "tiny-Q2_K-00001-of-00002.gguf" and [name for _, name, _ in hub[1:]] == REPOSITORY[:-3:-1]
+    assert (
+        parts.name == "tiny-Q2_K-00001-of-00002.gguf"
+        and [name for _, name, _ in hub[1:]] == REPOSITORY[:-3:-1]
+    )
     assert weights_bytes(parse("hf:ORG/NAME:Q2_K?revision=v1")) == 2 * parts.stat().st_size
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert local_file(parse("hf:ORG/NAME/tiny-q8_0.gguf?revision=v1")).name == "tiny-q8_0.gguf"  # from the cache
+    assert (
+        local_file(parse("hf:ORG/NAME/tiny-q8_0.gguf?revision=v1")).name == "tiny-q8_0.gguf"
+    )  # from the cache
     assert describe("hf:ORG/NAME:Q8_0?revision=v1").vocab.size == model.vocab.size and len(hub) == 3
     with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE.*\.gguf"):
         load("hf:ORG/NAME/other.gguf")
@@ -151,7 +192,10 @@ def test_missing_or_ambiguous_types_and_a_missing_network_raise_errors(hub, monk
             load(f"hf:ORG/NAME:{kind}")
     monkeypatch.setattr("specnb.fetch.getproxies", dict)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
-    assert "FetchError" in generate(markov(8), [1], drafter="hf:ORG/NAME:Q8_0", max_new_tokens=2).fallback
+    assert (
+        "FetchError"
+        in generate(markov(8), [1], drafter="hf:ORG/NAME:Q8_0", max_new_tokens=2).fallback
+    )
     assert hub == []
 
 
@@ -174,7 +218,10 @@ def test_memory_for_draft_and_target_is_checked_before_loading(monkeypatch):
     on_gpu = (names[0], f"{names[1]}?gpu_layers=99")
     assert pair(1000, *on_gpu) == (on_gpu[1], None)
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was opened"))
-    for run in (run_pair, lambda *pair, strict: generate(pair[0], pair[2], drafter=pair[1], strict=strict)):
+    for run in (
+        run_pair,
+        lambda *pair, strict: generate(pair[0], pair[2], drafter=pair[1], strict=strict),
+    ):
         with pytest.raises(MemoryShortError):
             run(*names, "a", strict=True)
 

@@ -42,22 +42,31 @@ def two_cores(monkeypatch):
     monkeypatch.setattr("torch.get_num_threads", lambda: 2)
     monkeypatch.setattr("torch.set_num_threads", lambda _n: None)
     monkeypatch.setattr("specnb.machine.allowed_cores", lambda: [0, 1])
-    monkeypatch.setattr("specnb.machine.Neighbours.cores", lambda _self, _least_s=0.5: load["other"])
+    monkeypatch.setattr(
+        "specnb.machine.Neighbours.cores", lambda _self, _least_s=0.5: load["other"]
+    )
     return load
 
 
-@pytest.mark.parametrize(("differ", "expected"), [
-    ((), (PROBED_WIDTHS[-1], True)),
-    (range(1, 99), (PROBED_WIDTHS[-1], False)),
-    (PROBED_WIDTHS[4:], (PROBED_WIDTHS[3], False)),
-])  # fmt: skip
-def test_a_certificate_is_the_minimum_over_thread_counts_and_is_cached(differ, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("differ", "expected"),
+    [
+        ((), (PROBED_WIDTHS[-1], True)),
+        (range(1, 99), (PROBED_WIDTHS[-1], False)),
+        (PROBED_WIDTHS[4:], (PROBED_WIDTHS[3], False)),
+    ],
+)
+def test_a_certificate_is_the_minimum_over_thread_counts_and_is_cached(
+    differ, expected, tmp_path, monkeypatch
+):
     """With one thread, passes over n tokens round differently for n in `differ`."""
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
     model = toy.markov(8, seed=1)
     right = model.forward
     now = []
-    model.forward = lambda ids, n_logits=None: right(ids, n_logits) * (1 + 1e-6 * (now[-1] == 1 and len(ids) in differ))
+    model.forward = lambda ids, n_logits=None: (
+        right(ids, n_logits) * (1 + 1e-6 * (now[-1] == 1 and len(ids) in differ))
+    )
     for _ in range(2):
         assert certified(model, [1, 2], now.append) == expected
     assert now == [1, 2]
@@ -166,4 +175,10 @@ def test_concurrent_use_and_close_raise_errors_and_never_abort(engine, end, file
     words = [sys.executable, "-c", TWO_THREADS, engine, str(files[engine]), end]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert set(done.stdout.split()) <= {"done", "StateError", "InputError", "EngineError", "RewindError"}
+    assert set(done.stdout.split()) <= {
+        "done",
+        "StateError",
+        "InputError",
+        "EngineError",
+        "RewindError",
+    }

@@ -69,7 +69,9 @@ def torch_logits(folder: Path) -> np.ndarray:
 def llama_logits(gguf: Path) -> np.ndarray:
     """Return logits of a batch, then of single tokens: llama.cpp has separate code for them."""
     with closing(GgufModel.open(gguf, threads=1)) as model:
-        return np.concatenate([model.forward(IDS[:BATCH]), *(model.forward([i]) for i in IDS[BATCH:])])
+        return np.concatenate(
+            [model.forward(IDS[:BATCH]), *(model.forward([i]) for i in IDS[BATCH:])]
+        )
 
 
 def distance(a: np.ndarray, b: np.ndarray) -> float:
@@ -78,7 +80,11 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "close"),
-    [*((name, "f32", 1e-4) for name in MODELS), ("qwen35-grouped", "f16", 0.02), ("mamba2", "bf16", 0.2)],
+    [
+        *((name, "f32", 1e-4) for name in MODELS),
+        ("qwen35-grouped", "f16", 0.02),
+        ("mamba2", "bf16", 0.2),
+    ],
 )
 def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tmp_path):
     gguf = write_gguf(folders[name], tmp_path / "model.gguf", dtype=dtype)
@@ -93,10 +99,17 @@ def test_torch_and_llama_compute_the_same_logits(name, dtype, close, folders, tm
 @pytest.mark.parametrize("name", embedded_names())
 def test_the_shipped_gguf_equals_its_folder_and_its_float32_copy(name, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
-    shipped, copied = (local_file(parse(name, backend="llama", weights=kind)) for kind in ("f16", "f32"))
-    assert shipped.read_bytes() == write_gguf(local_folder(name), tmp_path / "f16.gguf").read_bytes()
+    shipped, copied = (
+        local_file(parse(name, backend="llama", weights=kind)) for kind in ("f16", "f32")
+    )
+    assert (
+        shipped.read_bytes() == write_gguf(local_folder(name), tmp_path / "f16.gguf").read_bytes()
+    )
     direct = write_gguf(local_folder(name), tmp_path / "f32.gguf", dtype="f32")
-    assert copied.is_relative_to(tmp_path) and distance(llama_logits(copied), llama_logits(direct)) == 0
+    assert (
+        copied.is_relative_to(tmp_path)
+        and distance(llama_logits(copied), llama_logits(direct)) == 0
+    )
 
 
 # Tokenizers are written by name if llama.cpp has their expression, otherwise rejected (see below).
@@ -161,10 +174,19 @@ NORM = "model.norm.weight"
 BROKEN = {
     "gpt2": ("qwen3", {"model_type": "gpt2"}),
     "layer_types": ("qwen3", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}),
-    "linear": ("qwen3", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+    "linear": (
+        "qwen3",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ),
     NORM: ("qwen3", lambda f: rewrite(f, lambda t: t.pop(NORM))),
-    "f16 does not hold": ("qwen3", lambda f: rewrite(f, lambda t: t["model.embed_tokens.weight"].fill_(1e6))),
-    **{value: ("lfm2", partial(lambda t, f: save_tokenizer(t(), f), t)) for value, t in TOKENIZERS_OF_TORCH.items()},
+    "f16 does not hold": (
+        "qwen3",
+        lambda f: rewrite(f, lambda t: t["model.embed_tokens.weight"].fill_(1e6)),
+    ),
+    **{
+        value: ("lfm2", partial(lambda t, f: save_tokenizer(t(), f), t))
+        for value, t in TOKENIZERS_OF_TORCH.items()
+    },
 }
 
 

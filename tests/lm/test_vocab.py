@@ -43,7 +43,9 @@ def test_the_first_difference_is_the_first_different_piece(a, b):
 @pytest.fixture(scope="module")
 def byte_level():
     """Byte-level BPE with one control token, and `<tool>`, added but not special."""
-    fast = PreTrainedTokenizerFast(tokenizer_object=tiny_hybrids.byte_level([]), bos_token=END, eos_token=END)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tiny_hybrids.byte_level([]), bos_token=END, eos_token=END
+    )
     fast.add_tokens([AddedToken("<tool>", special=False)])
     return fast
 
@@ -51,14 +53,34 @@ def byte_level():
 @pytest.fixture(scope="module")
 def byte_fallback():
     """SentencePiece: spaces as a mark, unknown characters as byte tokens, BOS at the start."""
-    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "a", "b", "▁a", "ab", "<0xZZ>", "▁▁"]
+    names = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256)),
+        "▁",
+        "a",
+        "b",
+        "▁a",
+        "ab",
+        "<0xZZ>",
+        "▁▁",
+    ]
     merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
     vocab = {name: i for i, name in enumerate(names)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
 
 
 def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
@@ -66,14 +88,18 @@ def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
         vocab = tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None)
         for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
             ids = tokenizer(text).input_ids
-            assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
+            assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(
+                vocab.decode_bytes(ids)
+            )
             # part of a character
             assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())
 
 
 def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     size = len(byte_level)
-    vocab = tokenizer_vocabulary(byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7]))
+    vocab = tokenizer_vocabulary(
+        byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7])
+    )
     assert (vocab.kind, vocab.bos, vocab.eos, vocab.add_bos) == ("bpe", 0, 0, False)
     assert vocab.eog == {0, 1, 5, 7} and vocab.special == {0}
     assert vocab.decode([0, size - 1]) == "<tool>"  # an added token that is not special is text
@@ -84,7 +110,13 @@ def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[258:] == (b"\xff", b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
-    assert vocab.kind == "spm" and vocab.add_bos and vocab.bos == 1 and vocab.eog == {2} and vocab.special >= {1, 2}
+    assert (
+        vocab.kind == "spm"
+        and vocab.add_bos
+        and vocab.bos == 1
+        and vocab.eog == {2}
+        and vocab.special >= {1, 2}
+    )
 
 
 @pytest.mark.model
@@ -101,16 +133,24 @@ def test_engines_agree_with_and_without_special_tokens(opened):
 
 # --- chat templates are part of downloaded models, so they run in a sandbox ---
 
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi <b>&</b> 日本"}]
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Hi <b>&</b> 日本"},
+]
 
 
 def test_a_hostile_or_broken_template_raises_one_error_and_has_no_effect():
     before = [dict(message) for message in MESSAGES]
     for template in (
-        "{{ cycler.__init__.__globals__.os.popen('id').read() }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}",
-        "{{ messages.append({'role': 'user', 'content': 'more'}) }}", "{% include '/etc/passwd' %}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ raise_exception('no system role') }}", None,
-    ):  # fmt: skip
+        "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+        "{{ 1 / 0 }}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ messages.append({'role': 'user', 'content': 'more'}) }}",
+        "{% include '/etc/passwd' %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ raise_exception('no system role') }}",
+        None,
+    ):
         with pytest.raises(InputError, match="template"):
             render_chat(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
     assert before == MESSAGES
@@ -145,7 +185,9 @@ def test_the_default_of_named_templates_is_used(byte_level):
         (None, None),
     ):
         tokenizer.chat_template = stated
-        assert tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None).chat_template == expected
+        assert (
+            tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None).chat_template == expected
+        )
 
 
 @pytest.mark.parametrize(
@@ -158,7 +200,10 @@ def test_the_default_of_named_templates_is_used(byte_level):
     ],
 )
 def test_an_id_without_an_embedding_row_is_rejected(byte_level, own, generation, key, beyond):
-    settings = SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own), SimpleNamespace(**generation)
+    settings = (
+        SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own),
+        SimpleNamespace(**generation),
+    )
     if not beyond:
         tokenizer_vocabulary(byte_level, *settings)
         return

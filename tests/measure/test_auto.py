@@ -30,7 +30,10 @@ def test_a_torch_target_drafts_with_its_own_blocks_and_other_targets_raise_error
     plain = generate(target, [5, 6, 7], max_new_tokens=12)
     for name, options in (("exit", {"n_blocks": 1}), ("skip", {"skipped": [0]}), ("auto", {})):
         drafter = load_drafter(name, target, **options).drafter
-        assert generate(target, [5, 6, 7], drafter=drafter, max_new_tokens=12).token_ids == plain.token_ids
+        assert (
+            generate(target, [5, 6, 7], drafter=drafter, max_new_tokens=12).token_ids
+            == plain.token_ids
+        )
     with pytest.raises(InputError, match="backend=hf"):
         load_drafter("exit", toy.cyclic(5))
     with pytest.raises(InputError, match="no-such"):
@@ -44,4 +47,6 @@ def test_an_unused_draft_model_does_not_process_the_prompt():
     draft.forward = lambda *_, **__: pytest.fail("it was read")
     drafted = generate(toy.cyclic(5), [0, 1, 2, 3, 4] * 3, drafter=router, max_new_tokens=20)
     assert drafted.token_ids == tuple(range(5)) * 4
-    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1  # of the model; suffix does draft
+    assert (
+        judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1
+    )  # of the model; suffix does draft

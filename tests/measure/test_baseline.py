@@ -56,9 +56,13 @@ def sorted_options(name: str) -> tuple[str, list[str]]:
 def test_a_name_determines_the_weights():
     assert weights_origin("smollm2-135m:f16?n_ctx=8") == "of the shipped q4_1 file, as f16"
     assert weights_origin("smollm2-135m?backend=hf&dtype=float32") == "of the shipped q4_1 file"
-    assert "in int4: 0.00" in weights_origin(INT4) and "in llama.cpp: 0.00" in weights_origin("smollm2-135m")
+    assert "in int4: 0.00" in weights_origin(INT4) and "in llama.cpp: 0.00" in weights_origin(
+        "smollm2-135m"
+    )
     assert "rounded to 4 bits" in weights_origin("hf:ORG/NAME?dtype=int4")
-    assert weights_origin("m.gguf") is None and weights_origin("m.gguf?backend=hf&dtype=int4") is None
+    assert (
+        weights_origin("m.gguf") is None and weights_origin("m.gguf?backend=hf&dtype=int4") is None
+    )
 
 
 @pytest.fixture
@@ -83,30 +87,47 @@ def timed(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize(("rival_s", "engine", "share"), [(0.25, "llama.cpp x", 0.25), (4.0, "torch x", 1.0)])
+@pytest.mark.parametrize(
+    ("rival_s", "engine", "share"), [(0.25, "llama.cpp x", 0.25), (4.0, "torch x", 1.0)]
+)
 def test_the_faster_model_is_the_baseline_and_the_rival_is_closed(timed, rival_s, engine, share):
     target, rival, load = timed(rival_s)
     found = time_baseline(target, [(0,), (1,)])
     load.assert_called_once_with("m.gguf")
     rival.close.assert_called_once()
     target.close.assert_not_called()
-    assert (found.baseline_engine, found.share, found.baseline_note) == (engine, pytest.approx(share), None)
+    assert (found.baseline_engine, found.share, found.baseline_note) == (
+        engine,
+        pytest.approx(share),
+        None,
+    )
     assert found.plain_tokens_per_s == pytest.approx(1.0)
     speeds = pd.DataFrame([{"speedup": 2.0, "low": 1.0, "high": 4.0}])
-    assert found.over(speeds).iloc[0].tolist() == pytest.approx([2.0, 1.0, 4.0, 2 * share, share, 4 * share])
+    assert found.over(speeds).iloc[0].tolist() == pytest.approx(
+        [2.0, 1.0, 4.0, 2 * share, share, 4 * share]
+    )
 
 
 def test_the_interval_over_the_baseline_includes_the_baselines_own():
-    noisy = Baseline(baseline_engine="x", baseline_tokens_per_s=2.0, plain_tokens_per_s=1.0, share_error=log(2))
+    noisy = Baseline(
+        baseline_engine="x", baseline_tokens_per_s=2.0, plain_tokens_per_s=1.0, share_error=log(2)
+    )
     exact = pd.DataFrame([{"speedup": 2.0, "low": 2.0, "high": 2.0}])
     assert noisy.over(exact).iloc[0, -3:].tolist() == pytest.approx([1.0, 0.5, 2.0])
     wide = noisy.over(exact.assign(low=1.0, high=4.0)).iloc[0, -3:]
     assert wide.tolist() == pytest.approx([1.0, 2 ** -(2**0.5), 2**2**0.5])
 
 
-@pytest.mark.parametrize(("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% slower"), (13.0, "30% faster")])
+@pytest.mark.parametrize(
+    ("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% slower"), (13.0, "30% faster")]
+)
 def test_another_speed_during_the_experiment_is_reported(live, said):
-    timed = Baseline(baseline_engine="x", baseline_tokens_per_s=20.0, plain_tokens_per_s=10.0, live_tokens_per_s=live)
+    timed = Baseline(
+        baseline_engine="x",
+        baseline_tokens_per_s=20.0,
+        plain_tokens_per_s=10.0,
+        live_tokens_per_s=live,
+    )
     assert said in str(timed) and bool(said) == ("uncertain" in str(timed))
 
 

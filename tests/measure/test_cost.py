@@ -49,9 +49,17 @@ def curve(*medians, widths=(1, 2, 4)):
 def test_the_curve_has_every_repeat_of_every_width_after_the_same_context(timed):
     measured = verify_curve(timed, widths=(4, 1, 2, 2), context=6, repeats=3)
     assert (measured.model, measured.context, measured.widths) == (timed.name, 6, (1, 2, 4))
-    assert measured.samples_s == ((5.0,) * 3, (6.0,) * 3, (8.0,) * 3) and measured.median_s == (5, 6, 8)
+    assert measured.samples_s == ((5.0,) * 3, (6.0,) * 3, (8.0,) * 3) and measured.median_s == (
+        5,
+        6,
+        8,
+    )
     prefill, *forwards = timed.calls
-    assert prefill == (0, 6, 0) and {(past, rows) for past, _, rows in forwards} == {(6, None)} and timed.n_past == 0
+    assert (
+        prefill == (0, 6, 0)
+        and {(past, rows) for past, _, rows in forwards} == {(6, None)}
+        and timed.n_past == 0
+    )
 
 
 def test_a_pass_over_more_tokens_that_took_less_time_is_reported_as_noise():
@@ -63,7 +71,11 @@ def test_a_pass_over_more_tokens_that_took_less_time_is_reported_as_noise():
 
 def test_widths_that_cannot_be_measured_are_refused_before_a_forward_pass(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=16)
-    for widths, context, named in (((1, 9), 12, "12 .*9"), ((1, 17), 3, "17"), ((1,), 0, "0 tokens")):
+    for widths, context, named in (
+        ((1, 9), 12, "12 .*9"),
+        ((1, 17), 3, "17"),
+        ((1,), 0, "0 tokens"),
+    ):
         with pytest.raises(InputError, match=named):
             verify_curve(timed, widths=widths, context=context)
     assert timed.calls == []
@@ -79,11 +91,16 @@ def test_c_is_measured_interleaved_with_the_curve(timed):
     assert c == {LookupDrafter().name: 0.0, "draft": 0.4}
     widths = [n for _, n, _ in timed.calls[2:]]
     passes = [tuple(widths[i : i + 5]) for i in range(0, len(widths), 5)]
-    assert len(passes) == 7 and all(sorted(p) == [1, 1, 2, 3, 4] for p in passes) and len(set(passes)) > 2
+    assert (
+        len(passes) == 7
+        and all(sorted(p) == [1, 1, 2, 3, 4] for p in passes)
+        and len(set(passes)) > 2
+    )
 
 
 @pytest.mark.parametrize(
-    ("n", "seconds"), [(0, 0), (1, 10), (2, 14), (4, 15), (1.5, 12), (3, 14.5), (5, 15.5), (10, 18), (0.5, 10)]
+    ("n", "seconds"),
+    [(0, 0), (1, 10), (2, 14), (4, 15), (1.5, 12), (3, 14.5), (5, 15.5), (10, 18), (0.5, 10)],
 )
 def test_seconds_are_interpolated_between_widths_and_extrapolated_with_the_last_slope(n, seconds):
     assert curve(10, 14, 15).seconds(n) == pytest.approx(seconds)
@@ -96,12 +113,18 @@ def test_plain_rates_measure_prefill_in_the_widest_passes_and_single_steps(timed
     prefill, steps = plain_rates(timed, n_prompt=10**12, n_gen=3, repeats=2)
     assert (prefill["test"], prefill["n_tokens"], steps["n_tokens"]) == ("prefill", 20, 3)
     assert prefill["samples"][1] == 20 / (12 + 12 + 8) and steps["samples"] == [3 / 15, 3 / 15]
-    assert steps["tokens_per_s"] == pytest.approx(0.2) and steps["std"] == pytest.approx(0.0) and timed.n_past == 0
+    assert (
+        steps["tokens_per_s"] == pytest.approx(0.2)
+        and steps["std"] == pytest.approx(0.0)
+        and timed.n_past == 0
+    )
 
 
 def test_the_needed_rate_is_the_extra_cost_of_a_round_per_draft_token():
     cost = Cost.straight("x", 1.7, 0.2)
-    assert cost.rate_needed(1) == pytest.approx(0.1 + 0.2) and cost.rate_needed(4) == pytest.approx(0.1 + 0.2)
+    assert cost.rate_needed(1) == pytest.approx(0.1 + 0.2) and cost.rate_needed(4) == pytest.approx(
+        0.1 + 0.2
+    )
     assert cost.rate_needed(4, share=0.5) == pytest.approx((2 * (1 + 4 * 0.3) - 1) / 4)
 
 

@@ -44,7 +44,9 @@ def short_rates(monkeypatch):
 
 def test_invalid_options_are_refused_before_loading_and_few_prompts_give_no_row(monkeypatch):
     few = bench_target("tiny-hybrid-draft", ["lookup"], [(5, 6)], ks=[2], max_new_tokens=4)
-    assert not few.rows and bench_target("tiny-hybrid-draft", [], [(5, 6)]).verify_curve.seconds(8) > 0
+    assert (
+        not few.rows and bench_target("tiny-hybrid-draft", [], [(5, 6)]).verify_curve.seconds(8) > 0
+    )
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
     with pytest.raises(InputError, match="heads_checkpoint"):
         bench_target("tiny-hybrid-draft", ["lookup"], heads_checkpoint="x")
@@ -56,15 +58,34 @@ def test_invalid_options_are_refused_before_loading_and_few_prompts_give_no_row(
 
 def test_a_target_is_measured_with_its_drafters_and_undecided_if_the_interval_contains_1():
     result = bench_target("tiny-hybrid-draft", ["lookup", "suffix"], ks=[2], max_new_tokens=4)
-    assert [rate["test"] for rate in result.rates] == ["prefill", "generation"] and len(result.pairs) == 2
+    assert [rate["test"] for rate in result.rates] == ["prefill", "generation"] and len(
+        result.pairs
+    ) == 2
     (row, _) = result.rows
-    assert row.best_k in KS and row.c == 0 and row.drafter.startswith("lookup") and row.tokens_per_s > 0
-    assert row.baseline_engine == "torch float32" and row.over_fastest == row.speedup and row.share == 1
-    ends = {(1.1, 2.0, False): "pays", (0.5, 0.9, False): "does not pay", (0.9, 1.1, False): "undecided"}
+    assert (
+        row.best_k in KS
+        and row.c == 0
+        and row.drafter.startswith("lookup")
+        and row.tokens_per_s > 0
+    )
+    assert (
+        row.baseline_engine == "torch float32"
+        and row.over_fastest == row.speedup
+        and row.share == 1
+    )
+    ends = {
+        (1.1, 2.0, False): "pays",
+        (0.5, 0.9, False): "does not pay",
+        (0.9, 1.1, False): "undecided",
+    }
     for (low, high, busy), verdict in ends.items():
-        of = row.model_copy(update={"over_fastest_low": low, "over_fastest_high": high, "busy": busy})
+        of = row.model_copy(
+            update={"over_fastest_low": low, "over_fastest_high": high, "busy": busy}
+        )
         assert of.verdict == verdict
-        older = of.model_copy(update={"baseline_engine": None}).verdict  # other engines were not timed
+        older = of.model_copy(
+            update={"baseline_engine": None}
+        ).verdict  # other engines were not timed
         assert older == verdict.replace("pays", "pays over the same engine")
         assert of.model_copy(update={"busy": True}).verdict.startswith("undecided")
     assert MachineRow.model_validate_json(row.model_dump_json()) == row

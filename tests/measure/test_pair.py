@@ -42,7 +42,9 @@ def near(gap, noise, at=4, *, float32=False):
     """Return a model that prefers token 1, but after `at` tokens 2 and 3, whose logits differ by `gap`."""
 
     def logits_of(prefix):
-        return np.array([0, 0, 5 + gap, 5, 0] if len(prefix) == at else [0, 9, 0, 0, 0], dtype=float)
+        return np.array(
+            [0, 0, 5 + gap, 5, 0] if len(prefix) == at else [0, 9, 0, 0, 0], dtype=float
+        )
 
     model = Noisy(logits_of, toy.letters(5))
     model.noise = noise
@@ -54,12 +56,22 @@ PROMPT = (0, 0)
 PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # diverge at position 2, after 4 tokens
 
 
-@pytest.mark.parametrize(("gap", "noise", "float32", "tie"), [
-    (0.0, 0.125, False, True), (0.25, 0.125, False, True), (0.375, 0.125, False, False),
-    # noise beyond rounding is a fault
-    (0.0, 0.0045, True, True), (0.0, 0.0055, True, False), (0.0, 0.45, False, True), (0.0, 0.55, False, False),
-])  # fmt: skip
-def test_a_near_tie_has_a_margin_of_at_most_twice_the_noise_and_noise_within_rounding(gap, noise, float32, tie):
+@pytest.mark.parametrize(
+    ("gap", "noise", "float32", "tie"),
+    [
+        (0.0, 0.125, False, True),
+        (0.25, 0.125, False, True),
+        (0.375, 0.125, False, False),
+        # noise beyond rounding is a fault
+        (0.0, 0.0045, True, True),
+        (0.0, 0.0055, True, False),
+        (0.0, 0.45, False, True),
+        (0.0, 0.55, False, False),
+    ],
+)
+def test_a_near_tie_has_a_margin_of_at_most_twice_the_noise_and_noise_within_rounding(
+    gap, noise, float32, tie
+):
     """The noise may change both candidates in opposite directions.
 
     Rounding is at most a share of the row's range (here 5): 0.001 in float32, 0.1 in other types.
@@ -104,7 +116,13 @@ def test_a_draft_token_that_differs_live_is_found_and_explained(gap, noise, near
     assert explain_draft(model, *drafted(model)) is None
 
 
-SECONDS = {"target": (1.0, 0.01), "cheap": (0.0, 0.1), "expensive": (0.0, 1.5), "flat": (1.0, 0.0), "slow": (2.0, 0.0)}
+SECONDS = {
+    "target": (1.0, 0.01),
+    "cheap": (0.0, 0.1),
+    "expensive": (0.0, 1.5),
+    "flat": (1.0, 0.0),
+    "slow": (2.0, 0.0),
+}
 
 
 @pytest.fixture
@@ -124,7 +142,9 @@ def opened(monkeypatch, open_with):
 
 @pytest.mark.parametrize("k", [3, None])
 def test_nan_from_a_draft_model_is_a_reported_fallback_or_raises_if_strict(k, opened, monkeypatch):
-    monkeypatch.setattr(ModelDrafter, "propose", Mock(side_effect=NonFiniteLogits("nan at token 0")))
+    monkeypatch.setattr(
+        ModelDrafter, "propose", Mock(side_effect=NonFiniteLogits("nan at token 0"))
+    )
     run = pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20)
     assert "nan at token 0" in run.generation.fallback
     assert any(run.generation.fallback in note for note in run.summary.notes)
@@ -133,12 +153,16 @@ def test_nan_from_a_draft_model_is_a_reported_fallback_or_raises_if_strict(k, op
         pair.run_pair("target", "cheap", "ab", k=k, max_new_tokens=20, strict=True)
 
 
-@pytest.mark.parametrize(("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)])
+@pytest.mark.parametrize(
+    ("drafter", "with_baseline"), [("slow", False), ("slow", True), ("lookup", False)]
+)
 def test_the_speedup_estimated_from_single_steps_differs_from_tau(opened, drafter, with_baseline):
     """A target pass takes 1 s, a pass of the slow model 2 s: its accepted drafts do not pay."""
     run = pair.run_pair("flat", drafter, "ab", k=3, max_new_tokens=30, with_baseline=with_baseline)
     summary, plain_s = run.summary, 29.0
-    assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(plain_s / run.generation.decode_s)
+    assert summary.tau > 2 and summary.estimated_speedup == pytest.approx(
+        plain_s / run.generation.decode_s
+    )
     assert (summary.estimated_speedup < 0.7) == (drafter == "slow")
     assert summary.speedup == (pytest.approx(summary.estimated_speedup) if with_baseline else None)
     plain = pair.run_pair("flat", None, "ab", max_new_tokens=3)
@@ -147,46 +171,71 @@ def test_the_speedup_estimated_from_single_steps_differs_from_tau(opened, drafte
 
 def test_without_k_drafters_draft_only_if_they_pay(opened):
     paying, losing = (
-        pair.run_pair("target", name, "ab", max_new_tokens=40, with_baseline=True) for name in ("cheap", "expensive")
+        pair.run_pair("target", name, "ab", max_new_tokens=40, with_baseline=True)
+        for name in ("cheap", "expensive")
     )
-    assert paying.generation.drafter == "auto(cheap)" and paying.generation.tau > 3 and paying.summary.identical
+    assert (
+        paying.generation.drafter == "auto(cheap)"
+        and paying.generation.tau > 3
+        and paying.summary.identical
+    )
     assert losing.generation.total_draft_tokens == 0 and losing.summary.identical
-    assert paying.summary.alpha == 1.0 and 0 < paying.summary.break_even < 0.3 and losing.summary.break_even is None
+    assert (
+        paying.summary.alpha == 1.0
+        and 0 < paying.summary.break_even < 0.3
+        and losing.summary.break_even is None
+    )
     assert "34 of 34" in paying.summary.what_paid and "1.49" in losing.summary.what_paid
     assert any("costs more" in note for note in losing.summary.notes)
 
 
-@pytest.mark.parametrize(("drafter", "text", "settings", "note"), [
-    ("lookup", "a", {"max_new_tokens": 3}, "nothing to copy"),
-    ("suffix", "a", {"max_new_tokens": 3}, "nothing to copy"),
-    ("lookup", "a", {"k": 0, "max_new_tokens": 9}, ""),  # no room for drafts
-    ("lookup", "a", {"max_new_tokens": 1}, ""),
-    ("cheap", "ab", {"k": 1000, "max_new_tokens": 14}, "13"),
-    ("cheap", "ab", {"k": 4, "max_new_tokens": 14}, ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("drafter", "text", "settings", "note"),
+    [
+        ("lookup", "a", {"max_new_tokens": 3}, "nothing to copy"),
+        ("suffix", "a", {"max_new_tokens": 3}, "nothing to copy"),
+        ("lookup", "a", {"k": 0, "max_new_tokens": 9}, ""),  # no room for drafts
+        ("lookup", "a", {"max_new_tokens": 1}, ""),
+        ("cheap", "ab", {"k": 1000, "max_new_tokens": 14}, "13"),
+        ("cheap", "ab", {"k": 4, "max_new_tokens": 14}, ""),
+    ],
+)
 def test_fewer_draft_tokens_than_requested_are_noted(opened, drafter, text, settings, note):
     notes = pair.run_pair("flat", drafter, text, **settings).summary.notes
     assert note in notes[0] if note else notes == ()
 
 
 def test_speedups_are_over_the_faster_engine_which_the_conclusion_names(opened, monkeypatch):
-    found = Baseline(baseline_engine="other int4", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0)
+    found = Baseline(
+        baseline_engine="other int4", baseline_tokens_per_s=4.0, plain_tokens_per_s=1.0
+    )
     monkeypatch.setattr(pair, "time_baseline", lambda *_: found)
     monkeypatch.setattr(pair, "crosses_engines", lambda *_: True)
     run = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30, with_baseline=True)
     summary = run.summary
-    assert summary.over_fastest == pytest.approx(summary.speedup / 4) and summary.baseline_engine == "other int4"
+    assert (
+        summary.over_fastest == pytest.approx(summary.speedup / 4)
+        and summary.baseline_engine == "other int4"
+    )
     assert summary.speedup > 1 and "another engine" in summary.notes[0]
     busy = run.model_copy(update={"summary": summary.model_copy(update={"busy": True})})
     text = busy.conclusion
-    assert text.index(f"{summary.over_fastest:.2f} times") < text.index("other int4") < text.index("busy")
+    assert (
+        text.index(f"{summary.over_fastest:.2f} times")
+        < text.index("other int4")
+        < text.index("busy")
+    )
     only = pair.run_pair("flat", "cheap", "ab", k=3, max_new_tokens=30)
-    assert f"{only.summary.estimated_speedup:.2f}" in only.conclusion and "estimated" in only.conclusion
+    assert (
+        f"{only.summary.estimated_speedup:.2f}" in only.conclusion
+        and "estimated" in only.conclusion
+    )
     assert "busy" not in only.conclusion and only.summary.baseline_tokens_per_s is None
 
 
 @pytest.mark.parametrize(
-    ("c", "busy", "named"), [(0.5, False, "50 %"), (2.0, False, "no acceptance"), (0.5, True, "busy")]
+    ("c", "busy", "named"),
+    [(0.5, False, "50 %"), (2.0, False, "no acceptance"), (0.5, True, "busy")],
 )
 def test_a_break_even_is_stated_only_if_the_machine_was_idle(c, busy, named):
     generation = generate(toy.cyclic(5), (0, 1), drafter="lookup", k=2, max_new_tokens=12)
@@ -202,21 +251,36 @@ def test_controllers_are_chosen_by_name_and_k_is_their_maximum(opened, name):
     routed = pair.run_pair("target", "auto", "ab", max_new_tokens=20, controller=name, k=3)
     assert routed.generation.token_ids == run.generation.token_ids
     free = {"rolling": RollingAcceptance.k_max, "content": ContentK().k_max}
-    assert run.generation.controller and run.generation.k == free.get(name, 3) and run.generation.tau > 1
+    assert (
+        run.generation.controller
+        and run.generation.k == free.get(name, 3)
+        and run.generation.tau > 1
+    )
 
 
 def test_drafters_are_timed_in_turn_with_every_k_and_with_the_routers_choice(opened):
     steps = []
     prompts = [Prompt(id=f"p-{i}", category="code", text="abc"[i:]) for i in range(3)]
-    with open_pair("target", "cheap") as (target, cheap, _), open_pair(target, "lookup") as (_, lookup, _):
-        settings = {"ks": (2, 4), "max_new_tokens": 12, "progress": lambda *step: steps.append(step)}
+    with (
+        open_pair("target", "cheap") as (target, cheap, _),
+        open_pair(target, "lookup") as (_, lookup, _),
+    ):
+        settings = {
+            "ks": (2, 4),
+            "max_new_tokens": 12,
+            "progress": lambda *step: steps.append(step),
+        }
         timed, copied = bench.time_pairs(target, [cheap, lookup], prompts, **settings)
     assert [step[:2] for step in steps[1:]] == [(done, 3 * (1 + 2 * 3)) for done in range(21)]
     for pair_bench in (timed, copied):
         assert list(pair_bench.table["method"]) == ["plain", "K = 2", "K = 4", "auto"]
         assert set(pair_bench.table["identical"]) == {3} and not pair_bench.c_across_engines
         assert pair_bench.table["speedup"].equals(pair_bench.table["over_fastest"])
-    assert timed.c == pytest.approx(0.1 / 1.01) and timed.verify_curve.widths == (1, 2, 3, 5) and copied.c == 0
+    assert (
+        timed.c == pytest.approx(0.1 / 1.01)
+        and timed.verify_curve.widths == (1, 2, 3, 5)
+        and copied.c == 0
+    )
     assert timed.table["acceptance_rate"][1] == 1.0
     plain = timed.table.loc[0, "tokens_per_s"], copied.table.loc[0, "tokens_per_s"]
     assert plain[0] == plain[1], "plain decoding is timed once"

@@ -84,18 +84,29 @@ def test_a_planted_fault_is_named_first(target, truth, name, fault):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from((0.15, 0.2, 0.3)) | st.floats(0.15, 1.0), st.integers(1, 6), st.integers(2, 250), st.integers(0))
+@given(
+    st.sampled_from((0.15, 0.2, 0.3)) | st.floats(0.15, 1.0),
+    st.integers(1, 6),
+    st.integers(2, 250),
+    st.integers(0),
+)
 def test_a_correct_drafter_is_never_suspicious_however_poor(target, truth, rate, k, n, seed):
-    judged = triage([run(target, OracleDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE)
+    judged = triage(
+        [run(target, OracleDrafter(truth, rate, vocab_size=SIZE, seed=seed), n, k)], vocab_size=SIZE
+    )
     assert judged.verdict != "suspicious" and judged.line == "", judged.line
 
 
 def test_few_rounds_are_inconclusive_and_rare_lookup_matches_are_harmless(target, truth):
-    assert triage([planted(target, truth, unrelated, n=20)], vocab_size=SIZE).verdict == "inconclusive"
+    assert (
+        triage([planted(target, truth, unrelated, n=20)], vocab_size=SIZE).verdict == "inconclusive"
+    )
     assert triage([run(target, None)], vocab_size=SIZE).verdict == "inconclusive"
     for drafter in (LookupDrafter(), SuffixDrafter(), load_drafter("auto", target).drafter):
         assert not names(as_lookup(planted(target, truth, unrelated), drafter))
-    routed = planted(target, truth, unrelated).model_copy(update={"drafter": "auto(suffix(x4), hydra)"})
+    routed = planted(target, truth, unrelated).model_copy(
+        update={"drafter": "auto(suffix(x4), hydra)"}
+    )
     assert "near zero" in names(routed)
 
 
@@ -105,10 +116,17 @@ def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
     repeated = run(still, Planted([7] * 200, lambda ids, tokens: ids), 100)
     assert repeated.token_ids == (7,) * 100 and not names(repeated)
     # Draft tokens that repeat a repetitive prompt are wrong, but not due to a single input.
-    zeros = run(target, Planted(truth, lambda ids, tokens: [0] * len(ids)), 250, prompt=(*(0,) * 600, 5, 6, 7))
+    zeros = run(
+        target,
+        Planted(truth, lambda ids, tokens: [0] * len(ids)),
+        250,
+        prompt=(*(0,) * 600, 5, 6, 7),
+    )
     assert names(zeros)[0] == "near zero"
     # Later draft tokens are accepted in one round of three, so the input is not the same.
-    stutter = planted(target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids)
+    stutter = planted(
+        target, truth, lambda ids, tokens: ids[:1] * len(ids) if len(tokens) % 3 else ids
+    )
     assert "same input" not in names(stutter)[:1]
 
 

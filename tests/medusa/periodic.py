@@ -37,7 +37,9 @@ def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
         # a norm that differs from itself applied twice, and states that are small without it
         net.model.norm.weight.copy_(torch.exp(0.9 * torch.randn(HIDDEN, generator=draw)))
         net.model.embed_tokens.weight.copy_(0.3 * torch.randn(VOCAB, HIDDEN, generator=draw))
-        net.lm_head.weight[NEXT] = 2 * F.normalize(net.model.norm(net.model.embed_tokens.weight), dim=-1)
+        net.lm_head.weight[NEXT] = 2 * F.normalize(
+            net.model.norm(net.model.embed_tokens.weight), dim=-1
+        )
     return HfModel(net.to(dtype), None, name="periodic")
 
 
@@ -61,16 +63,26 @@ def trained(
     return heads.eval().requires_grad_(False), log
 
 
-def new_heads(target: HfModel | Backbone, token_map: torch.Tensor | None = None, **changed: object) -> Heads:
+def new_heads(
+    target: HfModel | Backbone, token_map: torch.Tensor | None = None, **changed: object
+) -> Heads:
     """Return untrained heads on any tiny model, three by default."""
     backbone = target if isinstance(target, Backbone) else Backbone.of(target.network)
     sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    sizes |= {"draft_vocab": 0 if token_map is None else len(token_map), "backbone": backbone.digest}
+    sizes |= {
+        "draft_vocab": 0 if token_map is None else len(token_map),
+        "backbone": backbone.digest,
+    }
     return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
 
 
 def random_heads(
-    target: HfModel | Backbone, token_map: torch.Tensor | None = None, *, spread=0.5, seed=1, **changed: object
+    target: HfModel | Backbone,
+    token_map: torch.Tensor | None = None,
+    *,
+    spread=0.5,
+    seed=1,
+    **changed: object,
 ) -> Heads:
     """Return heads with normally distributed weights; each predicts different tokens."""
     heads, draw = new_heads(target, token_map, **changed), torch.Generator().manual_seed(seed)
@@ -88,10 +100,16 @@ def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generati
     n, of_rounds = 0, []
     for i, (k, accepted, length) in enumerate(rounds):
         tokens = tuple(range(n, n + length))
-        of_rounds.append(Round(i, k, accepted, (0,) * k, tokens, (), second, 3 * second, 0.0, 0.0, 0.0, k + 1))
+        of_rounds.append(
+            Round(i, k, accepted, (0,) * k, tokens, (), second, 3 * second, 0.0, 0.0, 0.0, k + 1)
+        )
         n += length
     return Generation(
-        prompt_ids=(1,), token_ids=tuple(range(n)), rounds=tuple(of_rounds), wall_s=1.0, stop_reason="length"
+        prompt_ids=(1,),
+        token_ids=tuple(range(n)),
+        rounds=tuple(of_rounds),
+        wall_s=1.0,
+        stop_reason="length",
     )
 
 
@@ -104,4 +122,6 @@ def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     rows = torch.stack(columns, dim=1).numpy().astype(np.int32)
     for split in data.SPLITS:
         states = data.forward_tapped(target.network, rows)[1]
-        data.save_rows(folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states)
+        data.save_rows(
+            folder / f"{split}-00000.npz", data.TextRows(rows, np.ones(rows.shape, bool)), states
+        )

@@ -7,7 +7,15 @@ import torch
 from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import NO_LABEL, Scores, compare_rounds, count_ranks, marginal, score, states_along
+from specnb.medusa.accuracy import (
+    NO_LABEL,
+    Scores,
+    compare_rounds,
+    count_ranks,
+    marginal,
+    score,
+    states_along,
+)
 from specnb.medusa.drafter import HeadsDrafter
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
@@ -26,7 +34,11 @@ def test_a_token_outside_the_draft_vocabulary_is_a_miss(tiny):
     for head in range(3):
         missing = text.ids[1 + head :].numpy() < VOCAB - len(LAST)
         rank = scores.rank[: len(missing), head]
-        assert missing.any() and (rank[missing] == len(LAST)).all() and (rank[~missing] < len(LAST)).all()
+        assert (
+            missing.any()
+            and (rank[missing] == len(LAST)).all()
+            and (rank[~missing] < len(LAST)).all()
+        )
     assert (scores.best >= VOCAB - len(LAST)).all()
     heads.heads[1].blocks[0].linear.bias[0] = float("nan")
     with pytest.raises(NonFiniteLogits, match="head 1"):
@@ -48,13 +60,24 @@ def test_served_counts_by_hand():
 
 @pytest.mark.parametrize(
     ("kind", "contract", "token_map", "seed", "k"),
-    [("medusa", "pre_norm", None, 1, 3), ("medusa", "post_norm", LAST, 2, 2), ("hydra", "pre_norm", LAST, 3, 3),
-     ("hydra", "post_norm", None, 4, 1), ("medusa", "pre_norm", LAST, 5, 1), ("hydra", "pre_norm", None, 6, 2)],
-)  # fmt: skip
-def test_every_round_accepts_the_drafts_that_are_right_offline(tiny, kind, contract, token_map, seed, k):
+    [
+        ("medusa", "pre_norm", None, 1, 3),
+        ("medusa", "post_norm", LAST, 2, 2),
+        ("hydra", "pre_norm", LAST, 3, 3),
+        ("hydra", "post_norm", None, 4, 1),
+        ("medusa", "pre_norm", LAST, 5, 1),
+        ("hydra", "pre_norm", None, 6, 2),
+    ],
+)
+def test_every_round_accepts_the_drafts_that_are_right_offline(
+    tiny, kind, contract, token_map, seed, k
+):
     heads = periodic.random_heads(tiny, token_map, spread=0.2, seed=seed, kind=kind, input=contract)
     prompt = [3 + seed % 50, 7, 3 + seed % 7]
-    plain, chain = greedy(tiny, prompt), greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
+    plain, chain = (
+        greedy(tiny, prompt),
+        greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k),
+    )
     assert plain.token_ids == chain.token_ids
     rounds, differ = compare_rounds(chain, score(heads, states_along(tiny, plain)))
     assert differ == 0 and rounds == sum(r.k > 0 for r in chain.rounds)
@@ -71,4 +94,6 @@ def test_the_interval_of_a_share_covers_it_even_if_all_or_none_are_hits(share, t
         held += found.low <= share <= found.high and found.low < found.high
     assert held >= 0.93 * 500
     sure = accuracy.share_interval([(2, 2)] * 5)
-    assert (sure.value, sure.high) == (1.0, 1.0) and sure.low == pytest.approx(10 / (10 + 2.776**2), rel=1e-3)
+    assert (sure.value, sure.high) == (1.0, 1.0) and sure.low == pytest.approx(
+        10 / (10 + 2.776**2), rel=1e-3
+    )

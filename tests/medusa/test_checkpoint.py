@@ -9,7 +9,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specnb.errors import HeadsMismatch, InputError
-from specnb.medusa.checkpoint import LAYOUTS, load_trained_heads, open_heads, save_heads, write_layout
+from specnb.medusa.checkpoint import (
+    LAYOUTS,
+    load_trained_heads,
+    open_heads,
+    save_heads,
+    write_layout,
+)
 from specnb.medusa.nets import Backbone, Heads
 from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, WIDTH, torch_model
@@ -41,7 +47,9 @@ def same_state(heads: Heads, other: Heads) -> bool:
 def alter(folder: Path, change=None, **config) -> None:
     """Apply `change` to the tensors of a folder of either layout; set values in its config.json."""
     (file,) = (path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt"))
-    load, store = (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
+    load, store = (
+        (load_file, save_file) if file.suffix == ".safetensors" else (torch.load, torch.save)
+    )
     tensors = load(file)
     if change:
         change(tensors)
@@ -51,26 +59,47 @@ def alter(folder: Path, change=None, **config) -> None:
         (folder / "config.json").write_text(json.dumps(values))
 
 
-@pytest.mark.parametrize(("kind", "lm_head", "dtype", "token_map", "contract"), [
-    ("medusa", "private", "bfloat16", None, "pre_norm"), ("hydra", "shared", "float32", MAP, "post_norm"),
-    ("hydra", "private", "float32", MAP, "pre_norm"),
-])  # fmt: skip
-def test_heads_are_loaded_as_they_were_saved(tmp_path, backbone, kind, lm_head, dtype, token_map, contract):
-    heads = random_heads(backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, lm_head=lm_head)
+@pytest.mark.parametrize(
+    ("kind", "lm_head", "dtype", "token_map", "contract"),
+    [
+        ("medusa", "private", "bfloat16", None, "pre_norm"),
+        ("hydra", "shared", "float32", MAP, "post_norm"),
+        ("hydra", "private", "float32", MAP, "pre_norm"),
+    ],
+)
+def test_heads_are_loaded_as_they_were_saved(
+    tmp_path, backbone, kind, lm_head, dtype, token_map, contract
+):
+    heads = random_heads(
+        backbone, token_map, kind=kind, input=contract, n_layers=2, bias=False, lm_head=lm_head
+    )
     folder = save_heads(heads, tmp_path / "heads", dtype=dtype, facts={"steps": 3})
-    assert {path.name for path in folder.iterdir()} == {"config.json", "heads.safetensors", "training.json"}
+    assert {path.name for path in folder.iterdir()} == {
+        "config.json",
+        "heads.safetensors",
+        "training.json",
+    }
     loaded, report = load_trained_heads(folder, backbone)
     rounded = {n: t.to(getattr(torch, dtype)).to(t.dtype) for n, t in heads.state_dict().items()}
     assert all(torch.equal(tensor, rounded[name]) for name, tensor in loaded.state_dict().items())
-    assert loaded.config == heads.config == report.config and rounded.keys() == loaded.state_dict().keys()
+    assert (
+        loaded.config == heads.config == report.config
+        and rounded.keys() == loaded.state_dict().keys()
+    )
     assert not report.findings and report.layout == "specnb" and not report.converted
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("lm_head", "bias", "n_layers", "token_map", "fits"), [
-    ("shared", True, 1, None, True), ("private", True, 1, None, True), ("private", False, 1, None, False),
-    ("private", True, 2, None, False), ("shared", True, 1, MAP, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lm_head", "bias", "n_layers", "token_map", "fits"),
+    [
+        ("shared", True, 1, None, True),
+        ("private", True, 1, None, True),
+        ("private", False, 1, None, False),
+        ("private", True, 2, None, False),
+        ("shared", True, 1, MAP, False),
+    ],
+)
 def test_the_notes_layout_round_trips_the_heads_it_can_store(
     tmp_path, backbone, lm_head, bias, n_layers, token_map, fits
 ):
@@ -90,7 +119,10 @@ def test_the_notes_layout_round_trips_the_heads_it_can_store(
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
     assert report.layout == "note" and not report.findings and loaded.config.input == "post_norm"
     for head in range(3):
-        assert torch.equal(heads.draft_logits(head, HIDDEN, IDS), loaded.draft_logits(head, loaded.norm(HIDDEN), IDS))
+        assert torch.equal(
+            heads.draft_logits(head, HIDDEN, IDS),
+            loaded.draft_logits(head, loaded.norm(HIDDEN), IDS),
+        )
 
 
 # --- files that do not fit ---
@@ -116,9 +148,24 @@ def other_values(tensors):
 
 
 REFUSED = [
-    ("specnb", other_keys, {}, (BLOCK + "bias", "extra", "heads.0.lm_head.weight", "heads.2.lm_head.weight")),
-    ("specnb", other_values, {"hidden_size": 16}, (BLOCK + "bias", BLOCK + "weight", "hidden_size 16")),
-    ("specnb", lambda t: t.update(token_map=MAP + 5), {"backbone": "0" * 64}, ("digest 000000", "token_map")),
+    (
+        "specnb",
+        other_keys,
+        {},
+        (BLOCK + "bias", "extra", "heads.0.lm_head.weight", "heads.2.lm_head.weight"),
+    ),
+    (
+        "specnb",
+        other_values,
+        {"hidden_size": 16},
+        (BLOCK + "bias", BLOCK + "weight", "hidden_size 16"),
+    ),
+    (
+        "specnb",
+        lambda t: t.update(token_map=MAP + 5),
+        {"backbone": "0" * 64},
+        ("digest 000000", "token_map"),
+    ),
     ("specnb", lambda t: t["token_map"].fill_(1), {}, ("token_map",)),
     ("specnb", lambda t: t.pop("token_map"), {}, ("token_map",)),
     ("note", norms_inside(1), {}, ("heads.0.norm.weight",)),
@@ -128,7 +175,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("layout", "change", "config", "expected"), REFUSED)
-def test_one_error_names_everything_that_does_not_fit(tmp_path, backbone, layout, change, config, expected):
+def test_one_error_names_everything_that_does_not_fit(
+    tmp_path, backbone, layout, change, config, expected
+):
     heads = random_heads(backbone, MAP if layout == "specnb" else None, **PRIVATE)
     write_layout(heads, tmp_path / "out", layout)
     alter(tmp_path / "out", change, **config)
@@ -142,14 +191,22 @@ def test_new_files_of_the_note_have_norms_and_take_pre_norm_states(tmp_path, bac
     write_layout(heads, tmp_path / "out", "note")
     alter(tmp_path / "out", norms_inside(3))
     loaded, report = load_trained_heads(tmp_path / "out", backbone)
-    assert same_state(loaded, heads) and loaded.config.input == "pre_norm" and "norm inside" in str(report)
+    assert (
+        same_state(loaded, heads)
+        and loaded.config.input == "pre_norm"
+        and "norm inside" in str(report)
+    )
 
 
 def test_a_head_of_zeros_is_reported_and_overflow_is_refused(tmp_path, backbone):
     folder = save_heads(random_heads(backbone), tmp_path / "heads", dtype="float32")
     alter(folder, lambda t: [t[BLOCK + part].zero_() for part in ("weight", "bias")], backbone="")
     report = load_trained_heads(folder, backbone)[1]
-    assert len(report.findings) == 1 and "heads.1.blocks.0 " in report.findings[0] and "no digest" in str(report)
+    assert (
+        len(report.findings) == 1
+        and "heads.1.blocks.0 " in report.findings[0]
+        and "no digest" in str(report)
+    )
     alter(folder, lambda t: t["heads.0.blocks.0.linear.weight"].fill_(1e6))
     with pytest.raises(HeadsMismatch, match="float16"):
         load_trained_heads(folder, Backbone.of(torch_model("llama", seed=5).half()))
@@ -159,20 +216,35 @@ def test_a_head_of_zeros_is_reported_and_overflow_is_refused(tmp_path, backbone)
 
 
 def in_training_state(tensors):
-    return {"state_dict": tensors, "optimizer": {"state": {}, "param_groups": []}, "epoch": 3, "step": torch.ones(1)}
+    return {
+        "state_dict": tensors,
+        "optimizer": {"state": {}, "param_groups": []},
+        "epoch": 3,
+        "step": torch.ones(1),
+    }
 
 
-@pytest.mark.parametrize(("wrap", "key", "zipped"), [
-    (in_training_state, "'state_dict'", False), (lambda tensors: tensors | {"rng": {"cpu": torch.ones(1)}}, "", True),
-])  # fmt: skip
-def test_a_dict_that_wraps_the_weights_is_removed_and_reported(tmp_path, backbone, wrap, key, zipped):
+@pytest.mark.parametrize(
+    ("wrap", "key", "zipped"),
+    [
+        (in_training_state, "'state_dict'", False),
+        (lambda tensors: tensors | {"rng": {"cpu": torch.ones(1)}}, "", True),
+    ],
+)
+def test_a_dict_that_wraps_the_weights_is_removed_and_reported(
+    tmp_path, backbone, wrap, key, zipped
+):
     heads = random_heads(backbone, n_heads=2, **PRIVATE)
     write_layout(heads, tmp_path / "out", "note")
     file = tmp_path / "out" / LAYOUTS["note"]
     tensors = torch.load(file)
     torch.save(wrap(tensors), file, _use_new_zipfile_serialization=zipped)
     loaded, report = load_trained_heads(file, backbone)
-    assert same_state(loaded, heads) and ("the weights were in" in str(report)) == bool(key) and key in str(report)
+    assert (
+        same_state(loaded, heads)
+        and ("the weights were in" in str(report)) == bool(key)
+        and key in str(report)
+    )
     torch.save({"model": tensors, "ema": tensors}, file)
     with pytest.raises(InputError, match="'model', 'ema'"):
         open_heads(file)
@@ -191,7 +263,13 @@ def test_damaged_files_raise_input_errors_and_nothing_pickled_is_run(tmp_path, b
     torch.save({"heads.0.res_block.linear.weight": Evil()}, evil := io.BytesIO())
     for file in sorted((tmp_path / "out").iterdir()):
         whole = file.read_bytes()
-        for data in (b"", b"garbage", whole[: len(whole) // 2], whole[:9] + b"\xff" * 20 + whole[29:], evil.getvalue()):
+        for data in (
+            b"",
+            b"garbage",
+            whole[: len(whole) // 2],
+            whole[:9] + b"\xff" * 20 + whole[29:],
+            evil.getvalue(),
+        ):
             file.write_bytes(data)
             with pytest.raises(InputError, match=str(tmp_path)):
                 open_heads(tmp_path / "out")
@@ -199,11 +277,20 @@ def test_damaged_files_raise_input_errors_and_nothing_pickled_is_run(tmp_path, b
     assert open_heads(tmp_path / "out")[0].layout == layout
 
 
-def test_the_command_converts_and_refuses_before_a_model_is_opened(tmp_path, net, specnb, monkeypatch):
+def test_the_command_converts_and_refuses_before_a_model_is_opened(
+    tmp_path, net, specnb, monkeypatch
+):
     net.save_pretrained(tmp_path / "net")
     heads = random_heads(Backbone.of(net), **PRIVATE)
     write_layout(heads, tmp_path / "heads", "note")
-    words = ["heads", "convert", str(tmp_path / "heads"), "--backbone", str(tmp_path / "net"), "--out"]
+    words = [
+        "heads",
+        "convert",
+        str(tmp_path / "heads"),
+        "--backbone",
+        str(tmp_path / "net"),
+        "--out",
+    ]
     code, shown, _ = specnb(*words, str(tmp_path / "out"), "--to", "specnb")
     assert code == 0 and "3 medusa heads, layout note" in shown
     assert same_state(load_trained_heads(tmp_path / "out", Backbone.of(net))[0], heads)

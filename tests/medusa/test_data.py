@@ -29,10 +29,21 @@ class Writer:
 
     name = "writer"
 
-    def __init__(self, network=None, template: str | None = TEMPLATE, dtype: str = "float32") -> None:
+    def __init__(
+        self, network=None, template: str | None = TEMPLATE, dtype: str = "float32"
+    ) -> None:
         self.caps = SimpleNamespace(dtype=dtype)
-        pieces = (b"", b"", b"<end>", b"<user>", b"<assistant>", *(bytes([97 + i % 26]) for i in range(59)))
-        self.vocab = Vocabulary(pieces, eog=frozenset({END}), special=frozenset({END, 3, 4}), chat_template=template)
+        pieces = (
+            b"",
+            b"",
+            b"<end>",
+            b"<user>",
+            b"<assistant>",
+            *(bytes([97 + i % 26]) for i in range(59)),
+        )
+        self.vocab = Vocabulary(
+            pieces, eog=frozenset({END}), special=frozenset({END, 3, 4}), chat_template=template
+        )
         self.network = network
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
@@ -62,22 +73,30 @@ def test_generated_tokens_follow_the_rows_and_states_are_layer_outputs(tmp_path,
     rows = written(Writer(net), tmp_path)
     assert rows.tokens.shape == (6, WRITING.length) and 0 < rows.n_own < rows.tokens.size
     logits = logits_of(net, rows.tokens)
-    chosen = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[..., 0]
+    chosen = logits[:, :-1].gather(-1, torch.from_numpy(rows.tokens[:, 1:, None].astype(np.int64)))[
+        ..., 0
+    ]
     assert (chosen - logits[:, :-1].amax(-1))[torch.from_numpy(rows.own[:, 1:])].min() > -1e-3
     states = data.read_states(tmp_path, "train", range(5)).float()
     assert torch.equal(data.read_states(tmp_path, "train", [4, 1]), states[:, :, [4, 1]].bfloat16())
     with torch.inference_mode():
         from_states = net.get_output_embeddings()(final_norm(net)(states[:, :, -1]))
-        layers = net(torch.from_numpy(rows.tokens.astype(np.int64)), output_hidden_states=True).hidden_states[1:]
+        layers = net(
+            torch.from_numpy(rows.tokens.astype(np.int64)), output_hidden_states=True
+        ).hidden_states[1:]
     assert (from_states - logits).abs().max() < 0.02 * logits.abs().max()
     for at, layer in enumerate(data.tapped_layers(2)):
-        assert layer or torch.allclose(states[:, :, at], layers[0], atol=0.02 * float(layers[0].abs().max()))
+        assert layer or torch.allclose(
+            states[:, :, at], layers[0], atol=0.02 * float(layers[0].abs().max())
+        )
 
 
 def test_no_text_of_the_library_is_in_both_splits():
     train, held_out = (data.read_library(split) for split in data.SPLITS)
     for kind in ("code", "prose"):
-        assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {*held_out[kind]}
+        assert len(train[kind]) > 10 * len(held_out[kind]) > 0 and not {*train[kind]} & {
+            *held_out[kind]
+        }
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])
@@ -109,20 +128,29 @@ def test_a_dense_copy_writes_the_text_of_an_int4_model(tmp_path):
     int4 = torch_model("llama", vocab_size=64, max_position_embeddings=128).bfloat16().eval()
     round_network(int4)
     rows = written(Writer(int4, dtype="int4"), tmp_path)
-    assert json.loads((tmp_path / "facts.json").read_text())["written_in"] in ("torch.float32", "torch.bfloat16")
+    assert json.loads((tmp_path / "facts.json").read_text())["written_in"] in (
+        "torch.float32",
+        "torch.bfloat16",
+    )
     states = data.read_states(tmp_path, "train", 0).float()  # of the first layer
     served = data.forward_tapped(int4, rows.tokens)[1][:, :, 0].float()
     assert 0 < (states - served).norm() < 0.05 * served.norm()
     assert isinstance(int4.lm_head, BlockLinear)
     ids = torch.from_numpy(rows.tokens).long()
-    assert len(int4(ids, output_hidden_states=True).hidden_states) == 3, "the copy has hooks of its own"
+    assert len(int4(ids, output_hidden_states=True).hidden_states) == 3, (
+        "the copy has hooks of its own"
+    )
 
 
 def test_seeds_repeats_and_tokens_after_an_end_are_not_learned():
     circle = [*range(10, 22)]
-    tokens = np.array([[7, END, *circle, *circle, 30, 31], [7, 8, 9, *circle[:10], END, *range(30, 44)]])
+    tokens = np.array(
+        [[7, END, *circle, *circle, 30, 31], [7, 8, 9, *circle[:10], END, *range(30, 44)]]
+    )
     own = data.mark_own(tokens, np.array([2, 3]), {END})
-    assert own[0].tolist() == [False] * 2 + [True] * 19 + [False] * 5 + [True] * 2, "an end in the seed is no end"
+    assert own[0].tolist() == [False] * 2 + [True] * 19 + [False] * 5 + [True] * 2, (
+        "an end in the seed is no end"
+    )
     assert own[1].tolist() == [False] * 3 + [True] * 11 + [False] * 14
 
 
@@ -130,4 +158,6 @@ def test_the_draft_vocabulary_is_the_most_frequent_generated_tokens():
     tokens = np.array([[5, 5, 5, 9, 9, 1, 7]], dtype=np.int32)
     rows = data.TextRows(tokens, np.array([[True] * 6 + [False]]))
     assert data.most_frequent(rows, 2, 10).tolist() == [5, 9]
-    assert data.most_frequent(rows, 5, 10).tolist() == [0, 1, 5, 7, 9], "7 was not its own, 0 is not in the text"
+    assert data.most_frequent(rows, 5, 10).tolist() == [0, 1, 5, 7, 9], (
+        "7 was not its own, 0 is not in the text"
+    )

@@ -54,22 +54,35 @@ def proposals(target, drafting, **settings):
         return rounds[-1][1]
 
     drafting.propose = noted
-    text = generate(target, PROMPT, drafter=drafting, ignore_eog=True, max_new_tokens=24, **settings)
+    text = generate(
+        target, PROMPT, drafter=drafting, ignore_eog=True, max_new_tokens=24, **settings
+    )
     return text, rounds
 
 
-@pytest.mark.parametrize(("kind", "contract", "token_map"), [
-    ("medusa", "pre_norm", None), ("medusa", "post_norm", ODD), ("hydra", "pre_norm", ODD),
-    ("hydra", "post_norm", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "contract", "token_map"),
+    [
+        ("medusa", "pre_norm", None),
+        ("medusa", "post_norm", ODD),
+        ("hydra", "pre_norm", ODD),
+        ("hydra", "post_norm", None),
+    ],
+)
 @pytest.mark.parametrize("plan", [None, BUSH])
-def test_drafts_are_the_heads_best_tokens_for_the_last_processed_token(tiny, kind, contract, token_map, plan):
+def test_drafts_are_the_heads_best_tokens_for_the_last_processed_token(
+    tiny, kind, contract, token_map, plan
+):
     heads = random_heads(tiny, token_map, kind=kind, input=contract)
     text, rounds = proposals(tiny, HeadsDrafter(tiny, heads, plan), k=6 if plan else 3)
     assert text.drafter == kind and rounds[0][1].ids == () and len(rounds) > 4
     for tokens, proposal in rounds[1:]:
         assert proposal.q_draft is None and proposal.forward_s > 0
-        assert proposal.tree is None if plan is None else proposal.tree.parents == BUSH.first(len(proposal.ids)).parents
+        assert (
+            proposal.tree is None
+            if plan is None
+            else proposal.tree.parents == BUSH.first(len(proposal.ids)).parents
+        )
         for node, token in enumerate(proposal.ids):
             above = proposal.tree.path(node)[:-1] if proposal.tree else range(node)
             row = row_from_scratch(tiny, heads, tokens, [proposal.ids[n] for n in above])
@@ -82,15 +95,23 @@ def test_sampled_chains_have_rows_over_the_whole_vocabulary(tiny):
     text, rounds = proposals(tiny, HeadsDrafter(tiny, heads), k=3, temperature=1.0)
     assert text.total_draft_tokens > 10
     for tokens, proposal in (drafted for drafted in rounds if drafted[1].ids):
-        assert proposal.q_draft.shape == (len(proposal.ids), VOCAB) and not proposal.q_draft[:, 0::2].any()
+        assert (
+            proposal.q_draft.shape == (len(proposal.ids), VOCAB)
+            and not proposal.q_draft[:, 0::2].any()
+        )
         for j, row in enumerate(proposal.q_draft):
             logits = row_from_scratch(tiny, heads, tokens, proposal.ids[:j])
-            assert np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4) and row[proposal.ids[j]] > 0
+            assert (
+                np.allclose(row, Sampling(1.0).probabilities(logits), atol=1e-4)
+                and row[proposal.ids[j]] > 0
+            )
     tiny.reset()
     tiny.forward(PROMPT)
     ahead = [9, 11, 12]
     for j, row in enumerate(HeadsDrafter(tiny, heads).rows([*PROMPT, 7], ahead)):
-        np.testing.assert_allclose(row, row_from_scratch(tiny, heads, [*PROMPT, 7], ahead[:j]), atol=1e-3)
+        np.testing.assert_allclose(
+            row, row_from_scratch(tiny, heads, [*PROMPT, 7], ahead[:j]), atol=1e-3
+        )
 
 
 def test_another_target_is_refused_and_broken_heads_are_named(tiny):
@@ -102,7 +123,9 @@ def test_another_target_is_refused_and_broken_heads_are_named(tiny):
         generate(other, PROMPT, drafter=HeadsDrafter(tiny, heads))
     heads.heads[1].blocks[0].linear.bias.fill_(float("nan"))
     for plan in (None, BUSH):
-        with pytest.raises(NonFiniteLogits, match=r"while drafting.*(after 6 tokens|after 5 tokens.*head 1)"):
+        with pytest.raises(
+            NonFiniteLogits, match=r"while drafting.*(after 6 tokens|after 5 tokens.*head 1)"
+        ):
             generate(tiny, PROMPT, drafter=HeadsDrafter(tiny, heads, plan), k=3, strict=True)
 
 
@@ -114,7 +137,9 @@ TABLE = np.array([[0.6, 0.2], [0.4, 0.2], [0.3, 0.1]])
 @pytest.fixture
 def saved(tiny, tmp_path):
     facts = {"accuracy": TABLE.tolist()}
-    return checkpoint.save_heads(random_heads(tiny), tmp_path / "heads", dtype="float32", facts=facts)
+    return checkpoint.save_heads(
+        random_heads(tiny), tmp_path / "heads", dtype="float32", facts=facts
+    )
 
 
 def opened(tiny, saved, **options):
@@ -139,13 +164,23 @@ def test_wrong_options_are_refused_before_a_model_is_opened(circles, saved, tmp_
         with pytest.raises(InputError, match="number of nodes"):
             check_drafter("medusa", target, heads_checkpoint=str(saved), tree=tree)
     (saved / "config.json").write_text('{"n_heads": 0}')
-    for path, problem in {tmp_path / "absent": "absent", tmp_path: str(tmp_path), saved: "n_heads = 0"}.items():
+    for path, problem in {
+        tmp_path / "absent": "absent",
+        tmp_path: str(tmp_path),
+        saved: "n_heads = 0",
+    }.items():
         with pytest.raises(InputError, match=problem):
             check_drafter("medusa", target, heads_checkpoint=str(path))
 
 
-def test_without_a_path_the_shipped_heads_of_this_model_are_used(tiny, circles, tmp_path, monkeypatch):
-    folders = {"a-hydra": (tiny, "hydra"), "b-medusa": (tiny, "medusa"), "other-medusa": (circles, "medusa")}
+def test_without_a_path_the_shipped_heads_of_this_model_are_used(
+    tiny, circles, tmp_path, monkeypatch
+):
+    folders = {
+        "a-hydra": (tiny, "hydra"),
+        "b-medusa": (tiny, "medusa"),
+        "other-medusa": (circles, "medusa"),
+    }
     for name, (model, kind) in folders.items():
         checkpoint.save_heads(random_heads(model, kind=kind), tmp_path / name)
     for module in (drafter, checkpoint):
@@ -154,18 +189,27 @@ def test_without_a_path_the_shipped_heads_of_this_model_are_used(tiny, circles, 
     assert opened(tiny, "a-hydra").name == "hydra"
     with pytest.raises(InputError, match=r"a-hydra, b-medusa, other-medusa.*tiny"):
         load_drafter("medusa", HfModel(torch_model("llama", seed=9), None, name="tiny"))
-    for strict in (False, True):  # heads of another model are an error, not a reason to decode plainly
+    for strict in (
+        False,
+        True,
+    ):  # heads of another model are an error, not a reason to decode plainly
         with pytest.raises(InputError, match="other-medusa"):
             opened(tiny, "other-medusa", strict=strict)
 
 
 def test_the_cost_of_trees_is_measured_with_trees(tiny, saved, monkeypatch):
     fed, plain = [], tiny.forward_tree
-    monkeypatch.setattr(tiny, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree))
+    monkeypatch.setattr(
+        tiny, "forward_tree", lambda ids, tree: fed.append(tree.parents) or plain(ids, tree)
+    )
     monkeypatch.setattr("specnb.medusa.tree.WIDTHS", (1, 3, 5, 1 << 20))
     monkeypatch.setattr("specnb.measure.cost.WIDTHS", (1,))
     curve = tree_curve(tiny)
-    assert curve.widths == (1, 3, 5) and [len(s) for s in curve.samples_s] == [5, 5, 5] and tiny.n_past == 0
+    assert (
+        curve.widths == (1, 3, 5)
+        and [len(s) for s in curve.samples_s] == [5, 5, 5]
+        and tiny.n_past == 0
+    )
     assert sorted(fed) == sorted([(-1, 0, 0)] * 7 + [(-1, 0, 0, 0, 0)] * 7)
     planned = opened(tiny, saved, tree="auto")
     assert "is drafted" in planned.findings[-1] and planned.tree_nodes == len(planned._plan)
@@ -173,24 +217,35 @@ def test_the_cost_of_trees_is_measured_with_trees(tiny, saved, monkeypatch):
 
 @pytest.mark.parametrize(("per_node_s", "per_level_s"), [(0, 0), (0.02, 0), (1.0, 0), (0, 0.3)])
 def test_the_chosen_tree_has_the_most_tokens_per_second(tiny, monkeypatch, per_node_s, per_level_s):
-    monkeypatch.setattr(drafter, "drafting_s", lambda drafting, _n: per_level_s * drafting._plan.depth)
-    curve = CostCurve(model="m", context=0, widths=(1, 33), samples_s=((1.0,), (1 + 32 * per_node_s,)))
+    monkeypatch.setattr(
+        drafter, "drafting_s", lambda drafting, _n: per_level_s * drafting._plan.depth
+    )
+    curve = CostCurve(
+        model="m", context=0, widths=(1, 33), samples_s=((1.0,), (1 + 32 * per_node_s,))
+    )
     best = fastest_tree(timed_trees(HeadsDrafter(tiny, random_heads(tiny)), TABLE, curve))
     plans = [grow(TABLE, n) for n in (0, *SIZES)]
     rates = [p.tokens(TABLE) / (1 + per_node_s * len(p) + per_level_s * p.depth) for p in plans]
-    assert best.tokens_per_s == pytest.approx(max(rates)) and best.plan == plans[int(np.argmax(rates))]
+    assert (
+        best.tokens_per_s == pytest.approx(max(rates)) and best.plan == plans[int(np.argmax(rates))]
+    )
     assert bool(len(best.plan)) == (per_node_s < 1)
 
 
 def test_the_draft_step_time_is_per_position_of_a_chain_or_level_of_a_tree(tiny, monkeypatch):
     monkeypatch.setattr(drafter, "drafting_s", lambda drafting, k: 6.0 * k)
-    steps_s = [HeadsDrafter(tiny, random_heads(tiny), plan).step_s() for plan in (None, BUSH, TreePlan((), ()))]
+    steps_s = [
+        HeadsDrafter(tiny, random_heads(tiny), plan).step_s()
+        for plan in (None, BUSH, TreePlan((), ()))
+    ]
     assert steps_s == [6.0, 12.0, 0.0], "of 3 positions, of 6 nodes in 3 levels, of nothing"
 
 
 def test_bench_times_a_checkpoint(circles, fitted, tmp_path, monkeypatch):
     ids = periodic.prompts(2)
-    monkeypatch.setattr(circles, "encode", lambda text, special=True: ids[int(text)] if text else [])
+    monkeypatch.setattr(
+        circles, "encode", lambda text, special=True: ids[int(text)] if text else []
+    )
     chosen = [Prompt(id=f"p{i}", category="code", text=str(i)) for i in range(2)]
     folder = checkpoint.save_heads(fitted["hydra"], tmp_path / "heads", dtype="float32")
     options = {"ks": [1, 2], "max_new_tokens": 14, "heads_checkpoint": str(folder)}

@@ -71,7 +71,11 @@ def serve_another_norm(_circles, sound):
 
 
 FAULTS = {
-    "random weights": ("undertrained", lambda circles, _: periodic.random_heads(circles), "acceptance"),
+    "random weights": (
+        "undertrained",
+        lambda circles, _: periodic.random_heads(circles),
+        "acceptance",
+    ),
     "trained without the norm": ("missing norm", train_without_the_norm, "acceptance"),
     "served with another norm": ("wrong norm", serve_another_norm, "zero blocks"),
 }
@@ -95,17 +99,23 @@ def test_a_checkpoint_with_an_untrained_head_fails_the_loader_gate(circles, soun
 
 
 def test_a_zero_learning_rate_is_diagnosed_even_in_untrained_heads(circles, sound):
-    log = [{"step": step, "lr": 0.0 if step > 12 else 1e-3, "loss": 9.0} for step in range(3, 19, 3)]
+    log = [
+        {"step": step, "lr": 0.0 if step > 12 else 1e-3, "loss": 9.0} for step in range(3, 19, 3)
+    ]
     report = CLEAN._replace(training={"log": log})
     result = checked(circles, sound, report=report)
     assert result.failed == ["schedule"] and [d.name for d in result.diagnoses] == ["dead schedule"]
     result = checked(circles, periodic.random_heads(circles), report=report)
-    assert result.failed == ["acceptance", "schedule"] and [d.name for d in result.diagnoses] == ["dead schedule"]
+    assert result.failed == ["acceptance", "schedule"] and [d.name for d in result.diagnoses] == [
+        "dead schedule"
+    ]
 
 
 def test_a_drafter_that_reads_other_states_fails_the_serving_gate(circles, sound, monkeypatch):
     at = HiddenStates.at
-    monkeypatch.setattr(HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position)))
+    monkeypatch.setattr(
+        HiddenStates, "at", lambda self, position: tuple(x.flip(0) for x in at(self, position))
+    )
     result = checked(circles, sound)
     assert result.failed == ["serving"]
     assert [d.name for d in result.diagnoses] == ["served differently than scored"]

@@ -35,7 +35,11 @@ def target():
 
 def new_net(target, config, token_map=MAP):
     net = target.network
-    sizes = {"hidden_size": net.config.hidden_size, "vocab_size": VOCAB, "draft_vocab": len(token_map)}
+    sizes = {
+        "hidden_size": net.config.hidden_size,
+        "vocab_size": VOCAB,
+        "draft_vocab": len(token_map),
+    }
     with seeded(0):
         return JumpNet(JumpConfig(n_heads=STEPS, **config, **sizes), net, token_map)
 
@@ -56,17 +60,24 @@ def test_served_rows_equal_rolled_out_rows(target, config):
     tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
     starts = torch.arange(2, 18, 3)
     with torch.no_grad():
-        rolled = [net.logits(g)[0] for g in net.roll_out(states_of(target, net, tokens), tokens[None], starts, STEPS)]
+        rolled = [
+            net.logits(g)[0]
+            for g in net.roll_out(states_of(target, net, tokens), tokens[None], starts, STEPS)
+        ]
     drafter = JumpDrafter(target, net)
     target.reset()
     target.forward(tokens[:2].tolist())
     drafter.start(tokens[:2].tolist())
     target.forward(tokens[2:].tolist())
     for i, start in enumerate(starts.tolist()):
-        served = drafter.rows(tokens[: start + 2].tolist(), tokens[start + 2 : start + 1 + STEPS].tolist())
+        served = drafter.rows(
+            tokens[: start + 2].tolist(), tokens[start + 2 : start + 1 + STEPS].tolist()
+        )
         for j, row in enumerate(served):
             expected = rolled[0][start] if j == 0 else rolled[j][i]
-            np.testing.assert_allclose(row[MAP], expected.numpy(), atol=2e-4, err_msg=f"step {j + 1} of {start}")
+            np.testing.assert_allclose(
+                row[MAP], expected.numpy(), atol=2e-4, err_msg=f"step {j + 1} of {start}"
+            )
             assert np.isinf(row[0])
     drafter.close()
 
@@ -142,8 +153,12 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
     drafter.close()
 
 
-@pytest.mark.parametrize(("trained", "product"), [("jump", "float32"), ("jump", "bfloat16"), ("heads", "bfloat16")])
-def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(tmp_path, monkeypatch, trained, product):
+@pytest.mark.parametrize(
+    ("trained", "product"), [("jump", "float32"), ("jump", "bfloat16"), ("heads", "bfloat16")]
+)
+def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(
+    tmp_path, monkeypatch, trained, product
+):
     monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
     circles = periodic.backbone_model(dtype=torch.bfloat16)
     periodic.write_text(circles, tmp_path, length=32)
@@ -153,12 +168,16 @@ def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(tmp_path, monkey
     in_bfloat16 = []
     right = net.logits
     monkeypatch.setattr(
-        net, "logits", lambda *args: in_bfloat16.append(torch.is_autocast_enabled("cpu")) or right(*args)
+        net,
+        "logits",
+        lambda *args: in_bfloat16.append(torch.is_autocast_enabled("cpu")) or right(*args),
     )
     with recipe.in_float32(net):
         loss, _ = lesson.loss(net, step, lesson.batches.at_step(0, step))
         assert loss.isfinite() and set(in_bfloat16) == {product == "bfloat16"}
-    assert {net.shared_lm_head.dtype, *(weight.dtype for weight in net.parameters())} == {torch.bfloat16}
+    assert {net.shared_lm_head.dtype, *(weight.dtype for weight in net.parameters())} == {
+        torch.bfloat16
+    }
 
 
 @torch.no_grad()
@@ -182,5 +201,9 @@ def test_the_targets_own_rows_have_no_loss(circles, text):
         bad, untrained = roll_out_loss(net, Recipe(1, roll_out=1), batch)
         net.roll_out = lambda *_: [batch.states[:, 1:, -1].float()]
         good, perfect = roll_out_loss(net, Recipe(1, roll_out=1), batch)
-    assert good < 1e-3 < bad and perfect["tau"] == pytest.approx(2, abs=1e-3) and untrained["tau"] < 1.5
+    assert (
+        good < 1e-3 < bad
+        and perfect["tau"] == pytest.approx(2, abs=1e-3)
+        and untrained["tau"] < 1.5
+    )
     assert perfect["rank_shares"] == [[1, 0, 0, 0, 0]] and untrained["top1"][0] < 0.5

@@ -12,9 +12,13 @@ from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
 
 FAMILIES = {
-    "llama": {}, "llama_tied": {"tie_word_embeddings": True}, "qwen3": {"head_dim": 8}, "gemma": {"head_dim": 8},
-    "gpt_neox": {}, "mamba": {},
-}  # fmt: skip
+    "llama": {},
+    "llama_tied": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 8},
+    "gemma": {"head_dim": 8},
+    "gpt_neox": {},
+    "mamba": {},
+}
 MAP = torch.arange(0, VOCAB, 3)
 IDS = torch.tensor([[5, 9, 31, 7], [8, 8, 40, 2]])
 
@@ -54,7 +58,9 @@ def states(net, ids) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     ],
 )
 def test_untrained_heads_give_the_backbones_logits(net, kind, lm_head, token_map, contract):
-    heads = periodic.new_heads(Backbone.of(net), token_map, kind=kind, input=contract, n_layers=2, **lm_head)
+    heads = periodic.new_heads(
+        Backbone.of(net), token_map, kind=kind, input=contract, n_layers=2, **lm_head
+    )
     before, after, logits = states(net, IDS)
     fed = before if contract == "pre_norm" else after
     rows = logits if token_map is None else logits[:, token_map]
@@ -63,7 +69,9 @@ def test_untrained_heads_give_the_backbones_logits(net, kind, lm_head, token_map
             heads.draft_logits(head, fed, IDS), rows, rtol=1e-5, atol=1e-5 * float(rows.abs().max())
         )
     if kind == "medusa":
-        torch.testing.assert_close(heads.all_logits(fed[0]), rows[:1].expand(3, -1), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(
+            heads.all_logits(fed[0]), rows[:1].expand(3, -1), rtol=1e-5, atol=1e-4
+        )
 
 
 def test_training_does_not_change_the_backbone(llama):
@@ -76,7 +84,9 @@ def test_training_does_not_change_the_backbone(llama):
     sum(heads.draft_logits(i, states(net, IDS)[0]).logsumexp(-1).sum() for i in range(3)).backward()
     optimizer.step()
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), llama.parameters(), strict=True))
-    assert all(p.grad is None for p in net.parameters()) and all(p.grad is not None for p in heads.parameters())
+    assert all(p.grad is None for p in net.parameters()) and all(
+        p.grad is not None for p in heads.parameters()
+    )
 
 
 @torch.no_grad()
@@ -88,7 +98,10 @@ def test_hydra_heads_depend_on_exactly_the_tokens_before_their_draft(llama):
             changed = torch.tensor([[3, 4, 5, 6]])
             rows = heads.draft_logits(head, hidden, changed)
             changed[0, place] = 50
-            assert torch.equal(heads.draft_logits(head, hidden, changed), rows) == (place > head), (head, place)
+            assert torch.equal(heads.draft_logits(head, hidden, changed), rows) == (place > head), (
+                head,
+                place,
+            )
 
 
 @pytest.mark.parametrize(("family", "config"), [("gemma2", {"head_dim": 8}), ("phi", {})])

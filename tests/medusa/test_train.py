@@ -51,7 +51,9 @@ def test_head_i_reads_the_next_tokens_and_predicts_the_one_after_them(examples):
     assert every.n_items == 2 * (12 - 1 - N_HEADS)
     few = examples(True, token_map=torch.tensor([2, 4, 6, 8]))
     assert set(few.spread(99).labels.unique().tolist()) == {OUTSIDE, 0, 1, 2, 3}
-    batches = {tuple(every.at_step(s, Recipe(1, batch_size=4)).hidden.flatten().tolist()) for s in range(9)}
+    batches = {
+        tuple(every.at_step(s, Recipe(1, batch_size=4)).hidden.flatten().tolist()) for s in range(9)
+    }
     assert len(batches) > 1 and all(len({*batch}) == 4 for batch in batches)
     with pytest.raises(InputError, match="write more text"):
         every.at_step(0, Recipe(1, batch_size=1000))
@@ -63,7 +65,9 @@ def test_only_tokens_that_the_backbone_generated_are_labels(examples):
     for labels in examples(own).spread(99).labels:
         learned = labels[labels >= 0] % 12
         assert labels[0] != NO_LABEL and not np.isin(learned, np.flatnonzero(~own)).any()
-        assert (np.diff(learned) == 1).all(), "no label after a gap, whose context is not the backbone's"
+        assert (np.diff(learned) == 1).all(), (
+            "no label after a gap, whose context is not the backbone's"
+        )
 
 
 # --- the loop ---
@@ -75,10 +79,17 @@ def train(heads, text, folder, recipe=RECIPE, **changed):
 
 def test_a_larger_rate_on_embeddings_equals_larger_embeddings(circles, walk, text, tmp_path):
     """W e at 8 times the rate equals V (8 e): AdamW's steps ignore the size of gradients."""
-    factor, unclipped = 8.0, replace(RECIPE, clip=1e9)  # clipping does depend on it: V's gradients are larger
+    factor, unclipped = (
+        8.0,
+        replace(RECIPE, clip=1e9),
+    )  # clipping does depend on it: V's gradients are larger
     faster, larger, plain = (periodic.new_heads(circles, kind="hydra") for _ in range(3))
     larger.embeddings = factor * larger.embeddings
-    for name, heads, rate in (("faster", faster, factor), ("larger", larger, 1.0), ("plain", plain, 1.0)):
+    for name, heads, rate in (
+        ("faster", faster, factor),
+        ("larger", larger, 1.0),
+        ("plain", plain, 1.0),
+    ):
         train(heads, text, tmp_path / name, replace(unclipped, embedding_rate=rate))
     batch = walk.spread(64)
     logits = [
@@ -107,10 +118,15 @@ def test_a_killed_run_resumes_exactly_and_its_checkpoint_fits_no_other_run(circl
     with pytest.raises(KeyboardInterrupt):
         train(killed, text, tmp_path / "killed", on_step=kill)
     resumed = train(again, text, tmp_path / "killed")
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(whole.parameters(), again.parameters(), strict=True)
+    )
     assert log == resumed and len(log) == 3
     periodic.write_text(circles, tmp_path / "text", length=24)
-    for changed, where in (({"recipe": replace(RECIPE, peak_lr=1e-3)}, text), ({}, tmp_path / "text")):
+    for changed, where in (
+        ({"recipe": replace(RECIPE, peak_lr=1e-3)}, text),
+        ({}, tmp_path / "text"),
+    ):
         with pytest.raises(InputError, match=f"another run: {'recipe' if changed else 'data'}"):
             train(other, where, tmp_path / "whole", **changed)
 
@@ -122,7 +138,11 @@ def test_the_learning_rate_never_falls_to_zero(preset):
         with pytest.raises(InputError):
             replace(preset, **changed)
     rates = np.array([preset.lr(step) for step in range(preset.steps)])
-    assert rates[0] > 0 and max(rates) == preset.peak_lr and rates[-1] == pytest.approx(preset.eta_min, rel=1e-9)
+    assert (
+        rates[0] > 0
+        and max(rates) == preset.peak_lr
+        and rates[-1] == pytest.approx(preset.eta_min, rel=1e-9)
+    )
     rising = np.diff(rates) > 0
     assert rising[: preset.warmup - 1].all() and not rising[preset.warmup :].any()
 
@@ -136,7 +156,11 @@ def test_soft_targets_are_the_backbones_rows(circles, walk):
     heads, soft = periodic.new_heads(circles), replace(RECIPE, teacher=1.0)
     with torch.no_grad():
         right = [
-            objective(heads, soft, batch._replace(hidden=later, later=later[:, None].expand(-1, N_HEADS, -1)))[0]
+            objective(
+                heads,
+                soft,
+                batch._replace(hidden=later, later=later[:, None].expand(-1, N_HEADS, -1)),
+            )[0]
             for later in batch.later.unbind(1)
         ]
         assert max(right) < 1e-5 < objective(heads, soft, batch)[0]
@@ -147,7 +171,9 @@ def test_labels_outside_the_draft_vocabulary_count_as_misses(circles):
     hidden = torch.randn(4, periodic.HIDDEN)
     labels = heads.draft_logits(0, hidden).argmax(-1)[:, None].repeat(1, N_HEADS)
     labels[:2], labels[3] = OUTSIDE, NO_LABEL
-    batch = ExampleBatch(hidden, torch.zeros_like(labels), labels, hidden[:, None].expand(-1, N_HEADS, -1))
+    batch = ExampleBatch(
+        hidden, torch.zeros_like(labels), labels, hidden[:, None].expand(-1, N_HEADS, -1)
+    )
     _, figures = objective(heads, RECIPE, batch)
     assert figures["rank_shares"][0] == pytest.approx([1 / 3, 0, 0, 0, 0], abs=1e-5)
 
@@ -168,10 +194,29 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
     from specnb.lm.load import load
     from specnb.medusa import checkpoint
 
-    monkeypatch.setattr(loop, "Writing", lambda: data.Writing(length=32, batch_size=4, longest_seed=12))
+    monkeypatch.setattr(
+        loop, "Writing", lambda: data.Writing(length=32, batch_size=4, longest_seed=12)
+    )
     out = tmp_path / "out"
-    words = ["heads", "train", "--target", "tiny-hybrid", "--preset", "minute", "--steps", "4", "--batch-size", "16",
-             "--draft-vocab", "16", "--work", str(tmp_path / "work"), "--batches", "2", "--out"]  # fmt: skip
+    words = [
+        "heads",
+        "train",
+        "--target",
+        "tiny-hybrid",
+        "--preset",
+        "minute",
+        "--steps",
+        "4",
+        "--batch-size",
+        "16",
+        "--draft-vocab",
+        "16",
+        "--work",
+        str(tmp_path / "work"),
+        "--batches",
+        "2",
+        "--out",
+    ]
     written = checkpoint.write_atomic
 
     def kill_at_config(path, content):
@@ -184,11 +229,15 @@ def test_all_stages_from_the_command_line(tmp_path, specnb, monkeypatch):
         assert specnb(*words, str(out))[0] == 130
     code, shown, error = specnb(*words, str(out))
     assert code == 0 and "export: " in shown, error
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"], "nothing is left of the first export"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "work"], (
+        "nothing is left of the first export"
+    )
     facts = json.loads((out / "training.json").read_text())
     assert facts["log"][-1]["step"] == facts["recipe"]["steps"] == 4
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert "tiny-hybrid" in card and all(f"{share:.3f}" in card for share in facts["log"][-1]["top1"])
+    assert "tiny-hybrid" in card and all(
+        f"{share:.3f}" in card for share in facts["log"][-1]["top1"]
+    )
     model = load("tiny-hybrid")
     heads, report = checkpoint.load_trained_heads(out, backbone_of(model))
     assert not report.findings and heads.config.draft_vocab == 16

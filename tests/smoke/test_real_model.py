@@ -19,7 +19,9 @@ def test_speculative_output_equals_plain_decoding(opened, name):
     model = specnb.ModelDrafter(opened("smollm2-135m:q4_0"))
     for drafter in (specnb.LookupDrafter(), model):
         generation = specnb.generate(target, PROMPT, drafter=drafter, k=4, **SETTINGS)
-        fork = explain_fork(target, generation.prompt_ids, plain.token_ids, generation.token_ids, width=5)
+        fork = explain_fork(
+            target, generation.prompt_ids, plain.token_ids, generation.token_ids, width=5
+        )
         assert fork is None or (fork.near_tie and "backend=hf" not in name), fork
         assert len(generation.token_ids) == 24 and generation.accepted_tokens > 0
 

@@ -14,7 +14,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 
 def test_the_diagram_of_the_rooms_equals_the_import_contract():
-    (doors,) = (c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("doors"))
+    (doors,) = (
+        c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["name"].startswith("doors")
+    )
     picture = " --> ".join(doors["layers"]).replace("specnb.", "").replace("|", "&")
     assert picture in PAGE, f"expected this line in the diagram: {picture}"
 
@@ -28,10 +30,17 @@ def test_contributing_is_one_page_and_its_links_and_make_targets_exist():
 
 
 def test_pinned_requirements_are_within_ranges_and_separate_for_developers():
-    files = [(ROOT / name).read_text(encoding="utf-8") for name in ("requirements.txt", "requirements-dev.txt")]
-    users, developers = (dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)) for text in files)
+    files = [
+        (ROOT / name).read_text(encoding="utf-8")
+        for name in ("requirements.txt", "requirements-dev.txt")
+    ]
+    users, developers = (
+        dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)) for text in files
+    )
     extras = PROJECT["project"]["optional-dependencies"]
-    groups = [Requirement(text) for text in chain(PROJECT["project"]["dependencies"], *extras.values())]
+    groups = [
+        Requirement(text) for text in chain(PROJECT["project"]["dependencies"], *extras.values())
+    ]
     assert developers.keys() == {Requirement(text).name for text in extras["dev"]}
     assert users.keys() | developers.keys() == {each.name for each in groups}
     assert all(each.specifier.contains((users | developers)[each.name]) for each in groups)

@@ -25,7 +25,10 @@ ONE_IMPORTER = 28
 """Modules with one importer, except for those in the registry."""
 LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
-SOURCES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted((ROOT / "specnb").rglob("*.py"))}
+SOURCES = {
+    path: ast.parse(path.read_text(encoding="utf-8"))
+    for path in sorted((ROOT / "specnb").rglob("*.py"))
+}
 
 
 def module(path: Path) -> str:
@@ -34,7 +37,9 @@ def module(path: Path) -> str:
 
 def notebook(path: Path) -> ast.Module:
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    return ast.parse("\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"))
+    return ast.parse(
+        "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    )
 
 
 MODULES = {module(path): tree for path, tree in SOURCES.items()}
@@ -80,8 +85,14 @@ def texts() -> dict[str, int]:
 def test_each_room_has_at_most_as_many_tokens_as_its_ceiling_and_not_many_fewer(name, count):
     ceilings, sizes = NUMBERS[name], count()
     assert sizes.keys() == ceilings.keys()
-    off = {room: (n, ceilings[room]) for room, n in sizes.items() if not 0.97 * ceilings[room] <= n <= ceilings[room]}
-    assert off == {}, "tokens and ceiling; cut, or lower the ceiling with: python -m tests.top.test_house"
+    off = {
+        room: (n, ceilings[room])
+        for room, n in sizes.items()
+        if not 0.97 * ceilings[room] <= n <= ceilings[room]
+    }
+    assert off == {}, (
+        "tokens and ceiling; cut, or lower the ceiling with: python -m tests.top.test_house"
+    )
 
 
 def test_the_readme_is_one_page():
@@ -91,7 +102,11 @@ def test_the_readme_is_one_page():
 def shared_prefixes(folder: Path) -> set[str]:
     """Return prefixes shared by modules and folders, such as `head` of `head_a` and `head_b`."""
     names = [p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()]
-    return {p for p, n in Counter(name.split("_")[0] for name in names if name != "__init__").items() if n > 1}
+    return {
+        p
+        for p, n in Counter(name.split("_")[0] for name in names if name != "__init__").items()
+        if n > 1
+    }
 
 
 def test_a_folder_has_few_files_and_no_two_with_the_same_prefix():
@@ -130,8 +145,14 @@ def test_few_modules_have_a_single_importer():
 
 def definitions(tree: ast.Module) -> set[str]:
     """Return the names of functions, classes and constants at the top level of a module."""
-    assigned = {n.id for node in tree.body for n in ast.walk(node) if isinstance(node, ast.Assign | ast.AnnAssign)
-                and isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}  # fmt: skip
+    assigned = {
+        n.id
+        for node in tree.body
+        for n in ast.walk(node)
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        and isinstance(n, ast.Name)
+        and isinstance(n.ctx, ast.Store)
+    }
     return {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)} | assigned
 
 
@@ -153,11 +174,19 @@ SCRIPTS = [*(ROOT / "data").rglob("*.py"), *(ROOT / "tests/benchmarks").rglob("*
 
 
 def test_names_that_scripts_import_from_the_package_exist():
-    nodes = [node for path in SCRIPTS for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and str(node.module).startswith("specnb")]
+    nodes = [
+        node for path in SCRIPTS for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    froms = [
+        node
+        for node in nodes
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("specnb")
+    ]
     wanted = {(str(node.module), alias.name) for node in froms for alias in node.names}
     missing = {(module, name) for module, name in wanted if f"{module}.{name}" not in MODULES}
-    assert {(module, name) for module, name in missing if not hasattr(import_module(module), name)} == set()
+    assert {
+        (module, name) for module, name in missing if not hasattr(import_module(module), name)
+    } == set()
 
 
 def test_every_symbol_has_a_user_other_than_tests():
@@ -167,7 +196,9 @@ def test_every_symbol_has_a_user_other_than_tests():
     used |= set().union(*(uses(tree) for tree in NOTEBOOKS.values()))
     used |= set(re.findall(r"\w+", (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     used |= {"__getattr__", "__dir__", "__version__", "__all__"}
-    functions = [n for tree in SOURCES.values() for n in tree.body if isinstance(n, ast.FunctionDef)]
+    functions = [
+        n for tree in SOURCES.values() for n in tree.body if isinstance(n, ast.FunctionDef)
+    ]
     used |= {n.name for n in functions if n.decorator_list}  # commands
     idle = {(name, symbol) for name, tree in MODULES.items() for symbol in definitions(tree) - used}
     assert idle == set()
@@ -178,7 +209,11 @@ def identifiers(tree: ast.AST) -> set[str]:
     names = set()
     for node in ast.walk(tree):
         match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) | ast.Attribute(attr=name, ctx=ast.Store()):
+            case (
+                ast.Name(id=name, ctx=ast.Store())
+                | ast.arg(arg=name)
+                | ast.Attribute(attr=name, ctx=ast.Store())
+            ):
                 names.add(name)
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
@@ -187,13 +222,20 @@ def identifiers(tree: ast.AST) -> set[str]:
 
 def banned() -> Counter[str]:
     """Return the number of modules that bind each banned name."""
-    return Counter(name for tree in MODULES.values() for name in identifiers(tree) & NUMBERS["banned"].keys())
+    return Counter(
+        name for tree in MODULES.values() for name in identifiers(tree) & NUMBERS["banned"].keys()
+    )
 
 
 def repeated() -> Counter[str]:
     """Return public functions and classes with the same name in several modules, except for commands."""
-    public = (node.name for name, tree in MODULES.items() if "specnb.cli" not in name for node in tree.body
-              if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_")  # fmt: skip
+    public = (
+        node.name
+        for name, tree in MODULES.items()
+        if "specnb.cli" not in name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_"
+    )
     return Counter({name: n for name, n in Counter(public).items() if n > 1})
 
 
@@ -209,5 +251,10 @@ if __name__ == "__main__":
         "banned": dict.fromkeys(NUMBERS["banned"], 0) | banned(),
         "repeated": repeated(),
     }
-    tables = {name: "".join(f"{key} = {n}\n" for key, n in sorted(table.items())) for name, table in tables.items()}
-    HOUSE.write_text("\n".join(f"[{name}]\n{rows}" for name, rows in tables.items()), encoding="utf-8")
+    tables = {
+        name: "".join(f"{key} = {n}\n" for key, n in sorted(table.items()))
+        for name, table in tables.items()
+    }
+    HOUSE.write_text(
+        "\n".join(f"[{name}]\n{rows}" for name, rows in tables.items()), encoding="utf-8"
+    )

@@ -18,7 +18,11 @@ from specnb.io import cache_dir, digest, file_digest, plain, read_bytes, read_js
 from specnb.store import results_dir
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
@@ -37,17 +41,25 @@ class Color(str, enum.Enum):  # noqa: UP042 - libraries still use this form, who
 
 def test_other_values_are_converted_or_refused_with_their_place():
     for value, expected in (
-        (np.int64(3), 3), ((1, (2,)), [1, [2]]), ({Color.RED: Color.RED}, {"red": "red"}),
-        (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"), (create_model("P", k=(int, 4))(), {"k": 4}),
-    ):  # fmt: skip
+        (np.int64(3), 3),
+        ((1, (2,)), [1, [2]]),
+        ({Color.RED: Color.RED}, {"red": "red"}),
+        (datetime(2026, 1, 2, tzinfo=UTC), "2026-01-02T00:00:00+00:00"),
+        (create_model("P", k=(int, 4))(), {"k": 4}),
+    ):
         assert (plain(value), type(plain(value))) == (expected, type(expected))
     for value, place in (
-        ({"a": [1, float("nan")]}, r"value\.a\[1\].*nan"), (np.float32("-inf"), "-inf"), (np.zeros(2), "ndarray"),
-        ({"p": Path("x")}, r"value\.p.*PosixPath"), ({"curve": {1: 2}}, r"value\.curve.* 1 "),
-    ):  # fmt: skip
+        ({"a": [1, float("nan")]}, r"value\.a\[1\].*nan"),
+        (np.float32("-inf"), "-inf"),
+        (np.zeros(2), "ndarray"),
+        ({"p": Path("x")}, r"value\.p.*PosixPath"),
+        ({"curve": {1: 2}}, r"value\.curve.* 1 "),
+    ):
         with pytest.raises(InputError, match=place):
             plain(value)
-    rows = pd.DataFrame({"rate": [0.5, np.nan], "n": pd.array([1, None], "Int64")}).to_dict(orient="records")
+    rows = pd.DataFrame({"rate": [0.5, np.nan], "n": pd.array([1, None], "Int64")}).to_dict(
+        orient="records"
+    )
     assert plain(rows, nan=None) == [{"rate": 0.5, "n": 1}, {"rate": None, "n": None}]
 
 
@@ -63,7 +75,9 @@ def test_a_file_is_hashed_again_only_if_its_size_or_time_changes(tmp_path, monke
     assert file_digest(str(file)) == file_digest(tmp_path / "link") == digest(b"seven")
 
 
-def test_invalid_files_and_json_are_refused_with_their_name_and_files_up_to_the_limit_are_read(tmp_path):
+def test_invalid_files_and_json_are_refused_with_their_name_and_files_up_to_the_limit_are_read(
+    tmp_path,
+):
     file = tmp_path / "some.json"
     os.mkfifo(tmp_path / "pipe")  # reading a pipe or a device may never end
     for bad in (file, tmp_path, tmp_path / "pipe", Path("/dev/zero")):
@@ -75,7 +89,11 @@ def test_invalid_files_and_json_are_refused_with_their_name_and_files_up_to_the_
         with pytest.raises(InputError, match=r"some\.json"):
             read_json(file, 1 << 20)
     file.write_bytes(b'{"a": 1}')
-    assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == ({"a": 1}, '{"a": 1}', b'{"a": 1}')
+    assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == (
+        {"a": 1},
+        '{"a": 1}',
+        b'{"a": 1}',
+    )
     with pytest.raises(InputError, match=r"some\.json.* 7 "):
         read_json(file, 7)
 

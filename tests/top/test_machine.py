@@ -41,13 +41,19 @@ def write(tmp_path, monkeypatch):
 def test_cpu_name_and_flags_come_from_the_first_core(write):
     assert cpuinfo() == (None, set())
     two = "model name\t: Chip X\nflags\t\t: fpu avx2\n\nprocessor\t: 1\nflags\t: no"
-    for text, facts in {two: ("Chip X", {"fpu", "avx2"}), "processor: 0\nFeatures\t: bf16": (None, {"bf16"})}.items():
+    for text, facts in {
+        two: ("Chip X", {"fpu", "avx2"}),
+        "processor: 0\nFeatures\t: bf16": (None, {"bf16"}),
+    }.items():
         write({"proc/cpuinfo": text})
         assert cpuinfo() == facts
 
 
 SERVER = {
-    **{f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}" for n in range(4)},
+    **{
+        f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": f"{n % 2},{n % 2 + 2}"
+        for n in range(4)
+    },
     **{f"sys/devices/system/cpu/cpu{n}/node{n // 2}/cpulist": "" for n in range(4)},
     "sys/devices/system/cpu/cpu0/cpufreq/scaling_governor": "powersave",
     "sys/kernel/mm/transparent_hugepage/enabled": "a [never]",
@@ -57,7 +63,14 @@ SERVER = {
 def test_linux_settings_are_read_and_hyperthreads_do_not_count_as_cores(monkeypatch, write):
     monkeypatch.setattr(machine, "allowed_cores", lambda: [0, 1, 2, 3])
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 64)
-    names = ("available_cores", "quota_cores", "threads_per_core", "numa_nodes", "huge_pages", "governor")
+    names = (
+        "available_cores",
+        "quota_cores",
+        "threads_per_core",
+        "numa_nodes",
+        "huge_pages",
+        "governor",
+    )
     quota = {"sys/fs/cgroup/cpu.max": "50000 100000"}
     for files, expected in (
         ({}, (4, None, None, None, None, None)),
@@ -87,14 +100,25 @@ def test_a_model_that_exceeds_free_memory_is_refused_with_every_number(monkeypat
 ANON = f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"
 
 
-@pytest.mark.parametrize(("path", "groups", "free"), [
-    ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft limit
-    ("0::/", {"": {"max": 4 * GIB, "current": 3 * GIB, "stat": ANON}}, 3),  # file pages that the kernel drops
-    ("0::/a", {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}}, 1),  # the lowest
-    ("4:cpu,cpuacct:/c\n0::/a/b", {"a/b/": {"max": 3 * GIB, "current": GIB}}, 2),
-    ("0::/docker/of/the/host", {"": {"max": GIB, "current": 2 * GIB}}, 0),
-    ("0::/../../elsewhere", {"elsewhere/": {"max": 0, "current": 0}}, 5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "groups", "free"),
+    [
+        ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft limit
+        (
+            "0::/",
+            {"": {"max": 4 * GIB, "current": 3 * GIB, "stat": ANON}},
+            3,
+        ),  # file pages that the kernel drops
+        (
+            "0::/a",
+            {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}},
+            1,
+        ),  # the lowest
+        ("4:cpu,cpuacct:/c\n0::/a/b", {"a/b/": {"max": 3 * GIB, "current": GIB}}, 2),
+        ("0::/docker/of/the/host", {"": {"max": GIB, "current": 2 * GIB}}, 0),
+        ("0::/../../elsewhere", {"elsewhere/": {"max": 0, "current": 0}}, 5),
+    ],
+)
 def test_a_control_group_limits_free_memory(monkeypatch, write, path, groups, free):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=5 * GIB))
     assert free_bytes("cpu") == 5 * GIB
@@ -106,11 +130,17 @@ def test_a_control_group_limits_free_memory(monkeypatch, write, path, groups, fr
 
 def test_free_vram_includes_memory_that_torch_reserved_but_does_not_use(monkeypatch):
     cuda = SimpleNamespace(
-        device_count=lambda: 2, mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
-        memory_reserved=lambda index: 3 * GIB, memory_allocated=lambda index: 2 * GIB,
-    )  # fmt: skip
+        device_count=lambda: 2,
+        mem_get_info=lambda index: ((10 + index) * GIB, 80 * GIB),
+        memory_reserved=lambda index: 3 * GIB,
+        memory_allocated=lambda index: 2 * GIB,
+    )
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
-    assert [free_bytes(device) for device in ("cuda:0", "cuda", "cuda:1")] == [11 * GIB, 11 * GIB, 12 * GIB]
+    assert [free_bytes(device) for device in ("cuda:0", "cuda", "cuda:1")] == [
+        11 * GIB,
+        11 * GIB,
+        12 * GIB,
+    ]
     for device in ("cuda:2", "cuda:-1", "tpu", ""):
         with pytest.raises(InputError, match=f"'{device}'"):
             free_bytes(device)
@@ -146,7 +176,14 @@ def caps(threads) -> Capabilities:
 
 @pytest.mark.parametrize(
     ("threads", "others", "slow", "is_busy"),
-    [(4, 0.0, 0, False), (4, 0.2, 0, False), (4, 1.0, 0, True), (2, 1.0, 0, False), (2, 2.5, 0, True), (2, 0, 3, True)],
+    [
+        (4, 0.0, 0, False),
+        (4, 0.2, 0, False),
+        (4, 1.0, 0, True),
+        (2, 1.0, 0, False),
+        (2, 2.5, 0, True),
+        (2, 0, 3, True),
+    ],
 )
 def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_passes_are_slow(
     clock, threads, others, slow, is_busy
@@ -155,9 +192,18 @@ def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_pas
     clock.run(machine.LOOK_S / 2)  # too short for the processor's clock
     assert neighbours.contention(caps(threads), [])[:2] == (False, None)
     clock.run(10)
-    forwards = [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow + [(9, 20.0)] * 9 + [(0, 1e-9), (0, 1.0)]
+    forwards = (
+        [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow + [(9, 20.0)] * 9 + [(0, 1e-9), (0, 1.0)]
+    )
     contention = neighbours.contention(caps(threads), forwards)
-    assert contention == (is_busy, others, CORES, threads, slow, 51)  # width 9 is usual, width 0 computes nothing
+    assert contention == (
+        is_busy,
+        others,
+        CORES,
+        threads,
+        slow,
+        51,
+    )  # width 9 is usual, width 0 computes nothing
 
 
 def test_the_number_of_threads_follows_the_free_cores(clock):
@@ -175,7 +221,12 @@ def test_threads_that_affect_rounding_change_only_between_generations(clock, mon
     monkeypatch.setattr(machine, "sleep", clock.run)
     pace = ThreadPace([1, 2, 4], lambda _threads: None, any_time=False)
     history = []
-    for paused_s, while_paused, now in ((0.5, 0.0, 0.0), (60.0, 0.0, 3.0), (60.0, 4.0, 0.0), (0.5, 2.0, 2.0)):
+    for paused_s, while_paused, now in (
+        (0.5, 0.0, 0.0),
+        (60.0, 0.0, 3.0),
+        (60.0, 4.0, 0.0),
+        (0.5, 2.0, 2.0),
+    ):
         clock.others = while_paused
         clock.run(paused_s)
         clock.others = now

@@ -61,17 +61,25 @@ def test_imports_are_light_and_do_not_change_files_or_global_state(tmp_path, mon
 def test_the_public_names_resolve_and_have_docstrings():
     for name in specnb.__all__:
         assert getattr(specnb, name).__doc__, name
-    assert {"load", "generate", "prompts", "save", "publish", "tables", "figures"} <= set(specnb.__all__)
-    assert set(dir(specnb)) == {*specnb.__all__, "__version__"} and specnb.__all__ == sorted(specnb.__all__)
+    assert {"load", "generate", "prompts", "save", "publish", "tables", "figures"} <= set(
+        specnb.__all__
+    )
+    assert set(dir(specnb)) == {*specnb.__all__, "__version__"} and specnb.__all__ == sorted(
+        specnb.__all__
+    )
     assert specnb.__version__ == metadata.version("specnb")
     with pytest.raises(AttributeError, match=r"'laod'.*load"):
         specnb.laod  # noqa: B018
-    modules = {p.stem for p in SOURCES if p.parent == ROOT / "specnb"} | {p.parent.name for p in SOURCES}
+    modules = {p.stem for p in SOURCES if p.parent == ROOT / "specnb"} | {
+        p.parent.name for p in SOURCES
+    }
     assert modules & set(specnb.__all__) == {"prompts"}  # `import specnb.x` replaces a name x
 
 
 def test_a_missing_extra_raises_an_error_with_the_pip_command(monkeypatch):
-    monkeypatch.setattr(metadata, "requires", lambda name: ["plotly<8,>=6; extra == 'book'", "numpy>=2"])
+    monkeypatch.setattr(
+        metadata, "requires", lambda name: ["plotly<8,>=6; extra == 'book'", "numpy>=2"]
+    )
     with pytest.raises(MissingExtraError, match=r"plotly is not .*'specnb\[book\]'"), importing():
         raise ModuleNotFoundError(name="plotly.express")
     with pytest.raises(ModuleNotFoundError), importing():
@@ -85,14 +93,20 @@ def test_a_wheel_works_outside_the_checkout(tmp_path, monkeypatch):
     run(*pip, "install", "--no-deps", "--target", site, *map(str, tmp_path.glob("*.whl")))
     monkeypatch.setenv("PYTHONPATH", site)
     main = "import sys, specnb, specnb.cli; assert specnb.__file__.startswith(sys.argv.pop(1)); specnb.cli.main()"
-    report = run(sys.executable, "-c", main, site, "compat", "qwen2.5", "qwen2.5", "--json", cwd=tmp_path)
+    report = run(
+        sys.executable, "-c", main, site, "compat", "qwen2.5", "qwen2.5", "--json", cwd=tmp_path
+    )
     assert json.loads(report)["verdict"] == "drop-in"
 
 
 def test_torchs_global_random_state_is_restored_after_seeding():
     """Models draw initial weights from it. Ruff finds other global states, and prints."""
     for name, tree in TREES.items():
-        forks = [n for n in ast.walk(tree) if isinstance(n, ast.With) and "fork_rng" in ast.unparse(n.items[0])]
+        forks = [
+            n
+            for n in ast.walk(tree)
+            if isinstance(n, ast.With) and "fork_rng" in ast.unparse(n.items[0])
+        ]
         within = "".join(map(ast.unparse, forks)).count("torch.manual_seed(")
         assert ast.unparse(tree).count("torch.manual_seed(") == within, name
 

@@ -18,18 +18,37 @@ def _no_budget_from_outside(monkeypatch):
 
 def test_an_invalid_value_is_one_short_line_with_field_and_value():
     for field, value, bad in (
-        ("ks", [0, 2], "0 = 0"), ("ks", [2, 4, 2], "2 is listed twice"), ("ks", [2.5], "0 = 2.5"),
-        ("ks", [True], "0 = True"), ("temperatures", [-0.1], "0 = -0.1"), ("temperatures", [float("nan")], "0 = nan"),
-        ("max_new_tokens", 1, "= 1:"), ("seed", 2**63, str(2**63)), ("backend", "onnx", "'onnx'"),
-        ("rule", "typical", "temperatures above 0"), ("kss", [2], "kss = [2]"), ("target", ["x" * 100] * 1000, "xxx"),
-    ):  # fmt: skip
+        ("ks", [0, 2], "0 = 0"),
+        ("ks", [2, 4, 2], "2 is listed twice"),
+        ("ks", [2.5], "0 = 2.5"),
+        ("ks", [True], "0 = True"),
+        ("temperatures", [-0.1], "0 = -0.1"),
+        ("temperatures", [float("nan")], "0 = nan"),
+        ("max_new_tokens", 1, "= 1:"),
+        ("seed", 2**63, str(2**63)),
+        ("backend", "onnx", "'onnx'"),
+        ("rule", "typical", "temperatures above 0"),
+        ("kss", [2], "kss = [2]"),
+        ("target", ["x" * 100] * 1000, "xxx"),
+    ):
         with pytest.raises(InputError, match=field) as caught:
-            KSweepParams.from_cell(GOOD | {field: value}) if field in GOOD else KSweepParams.checked(**{field: value})
-        assert bad in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 600
+            KSweepParams.from_cell(
+                GOOD | {field: value}
+            ) if field in GOOD else KSweepParams.checked(**{field: value})
+        assert (
+            bad in str(caught.value)
+            and "\n" not in str(caught.value)
+            and len(str(caught.value)) < 600
+        )
 
 
-def test_a_prompt_file_is_validated_first_and_provides_the_categories_unless_they_are_set(tmp_path, monkeypatch):
-    lines = [f'{{"id": "{i}", "category": "{c}", "text": "x"}}' for i, c in enumerate(["qa", "rag", "qa"])]
+def test_a_prompt_file_is_validated_first_and_provides_the_categories_unless_they_are_set(
+    tmp_path, monkeypatch
+):
+    lines = [
+        f'{{"id": "{i}", "category": "{c}", "text": "x"}}'
+        for i, c in enumerate(["qa", "rag", "qa"])
+    ]
     for name, end in {"mine.jsonl": "", "bad.jsonl": "{"}.items():
         (tmp_path / name).write_text("\n".join([*lines, end]))
     monkeypatch.chdir(tmp_path)
@@ -38,23 +57,40 @@ def test_a_prompt_file_is_validated_first_and_provides_the_categories_unless_the
     assert params.ExplorerParams.checked(prompts="mine.jsonl", contents=["rag"]).contents == ["rag"]
     assert KSweepParams.checked(categories="prose,code").categories == ["prose", "code"]
     assert params.LosslessParams.checked(prompts="mine.jsonl").prompts == values.prompts
-    wrong = {"bad.jsonl:4": {"prompts": "bad.jsonl"}, "none.jsonl": {"prompts": "none.jsonl"},
-             "'poem'": {"categories": ["poem"]}, "'code'": {"prompts": "mine.jsonl", "categories": "code"}}  # fmt: skip
+    wrong = {
+        "bad.jsonl:4": {"prompts": "bad.jsonl"},
+        "none.jsonl": {"prompts": "none.jsonl"},
+        "'poem'": {"categories": ["poem"]},
+        "'code'": {"prompts": "mine.jsonl", "categories": "code"},
+    }
     for bad, given in wrong.items():
         with pytest.raises(InputError, match=bad):
             KSweepParams.checked(**given)
 
 
 def test_from_cell_uses_the_fields_ignores_other_names_and_lists_every_missing_field():
-    cell = {"__name__": "__main__", "In": [], "kss": 1, **GOOD, "ks": [8, 1, 4], "temperatures": [1, 0]}
+    cell = {
+        "__name__": "__main__",
+        "In": [],
+        "kss": 1,
+        **GOOD,
+        "ks": [8, 1, 4],
+        "temperatures": [1, 0],
+    }
     values = KSweepParams.from_cell(cell)
-    assert values == KSweepParams(ks=[1, 4, 8], temperatures=[1.0, 0.0])  # sorted; in order, as floats
+    assert values == KSweepParams(
+        ks=[1, 4, 8], temperatures=[1.0, 0.0]
+    )  # sorted; in order, as floats
     with pytest.raises(ValidationError, match="frozen"):
         values.seed = 3
-    without_sizes = {name: value for name, value in GOOD.items() if name not in (*KSweepParams.sizes, "budget")}
+    without_sizes = {
+        name: value for name, value in GOOD.items() if name not in (*KSweepParams.sizes, "budget")
+    }
     assert KSweepParams.from_cell(without_sizes) == KSweepParams()
     with pytest.raises(InputError, match="target, rule"):
-        KSweepParams.from_cell({name: value for name, value in GOOD.items() if name not in ("rule", "target")})
+        KSweepParams.from_cell(
+            {name: value for name, value in GOOD.items() if name not in ("rule", "target")}
+        )
 
 
 @pytest.mark.parametrize("kind", CLASSES)
@@ -64,8 +100,14 @@ def test_sizes_that_are_not_set_follow_the_budget(kind: type[NotebookParams]):
     for budget in ("quick", "full"):
         sizes = {name: size[budget] for name, size in kind.sizes.items()}
         by_budget = kind.checked(budget=budget, **none)
-        assert by_budget == kind.checked(budget=budget) == kind.checked(**normal | sizes | {"budget": budget})
-        assert kind.checked(**normal | {"budget": budget}).model_dump() == normal | {"budget": budget}
+        assert (
+            by_budget
+            == kind.checked(budget=budget)
+            == kind.checked(**normal | sizes | {"budget": budget})
+        )
+        assert kind.checked(**normal | {"budget": budget}).model_dump() == normal | {
+            "budget": budget
+        }
     assert kind.checked(**none) == kind()
     for name, size in kind.sizes.items():
         if isinstance(normal[name], int):

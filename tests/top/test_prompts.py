@@ -28,7 +28,11 @@ def dialogue(*messages: dict[str, str]) -> dict[str, Any]:
 
 
 def texts(prompt: Prompt) -> list[str]:
-    return [prompt.text] if prompt.text is not None else [message.content for message in prompt.messages]
+    return (
+        [prompt.text]
+        if prompt.text is not None
+        else [message.content for message in prompt.messages]
+    )
 
 
 @pytest.fixture
@@ -45,13 +49,21 @@ def write(tmp_path):
 
 def test_an_invalid_prompt_is_refused_with_file_line_and_value(write):
     for line, value in (
-        (record(text=None), "text"), (record(messages=[USER]), "text"), (dialogue(USER, ASSISTANT), "assistant"),
-        (dialogue(USER | {"role": "tool"}), "'tool'"), (record(id="../up"), r"'\.\./up'"), (record(txt="x"), "txt"),
-        (record(category="x" * 10_000), "'xxx"), (record(category="all"), "'all'"), (b"{", "JSON"), (b"[1]", "1"),
+        (record(text=None), "text"),
+        (record(messages=[USER]), "text"),
+        (dialogue(USER, ASSISTANT), "assistant"),
+        (dialogue(USER | {"role": "tool"}), "'tool'"),
+        (record(id="../up"), r"'\.\./up'"),
+        (record(txt="x"), "txt"),
+        (record(category="x" * 10_000), "'xxx"),
+        (record(category="all"), "'all'"),
+        (b"{", "JSON"),
+        (b"[1]", "1"),
         ({"question_id": 1, "category": "qa", "turns": []}, "turns"),
         (b"[" * 200_000, "recursion"),
-        (b'{"id": "a", "category": "code", "text": "x\xe9"}', "utf-8"), (record(id="fine", text="other"), "'fine'"),
-    ):  # fmt: skip
+        (b'{"id": "a", "category": "code", "text": "x\xe9"}', "utf-8"),
+        (record(id="fine", text="other"), "'fine'"),
+    ):
         path = write(record(id="fine"), b"\r", line)
         with pytest.raises(InputError, match=value) as caught:
             read_jsonl(path)
@@ -64,7 +76,10 @@ def test_an_invalid_prompt_is_refused_with_file_line_and_value(write):
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
 def test_texts_and_their_order_are_unchanged_with_any_line_separator(tmp_path_factory, text):
     """Byte order mark, CRLF and blank lines are ignored; Unicode line separators do not end a line."""
-    path, chat = tmp_path_factory.getbasetemp() / "any.jsonl", dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
+    path, chat = (
+        tmp_path_factory.getbasetemp() / "any.jsonl",
+        dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"},
+    )
     first = json.dumps(record(id="b", text=f"\u2028{text}"), ensure_ascii=False).encode()
     path.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n  \r\n" + json.dumps(chat).encode())
     read = read_jsonl(path)
@@ -73,18 +88,28 @@ def test_texts_and_their_order_are_unchanged_with_any_line_separator(tmp_path_fa
 
 
 def test_benchmark_files_are_read_with_any_category_and_only_their_first_turn(write):
-    source = str(write(
-        {"question_id": 81, "category": "open QA", "turns": ["First?", "Then?"], "reference": ["x", "y"]},
-        {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "…"},
-        {"task_id": 11, "prompt": "def g():\n"},
-        record(category="math_reasoning"),
-    ))  # fmt: skip
+    source = str(
+        write(
+            {
+                "question_id": 81,
+                "category": "open QA",
+                "turns": ["First?", "Then?"],
+                "reference": ["x", "y"],
+            },
+            {"task_id": "HumanEval/0", "prompt": "def f():\n", "test": "…"},
+            {"task_id": 11, "prompt": "def g():\n"},
+            record(category="math_reasoning"),
+        )
+    )
     asked, code, other, line = prompts(source=source)
     assert (asked.id, texts(asked), asked.messages[-1].role) == ("81", ["First?"], "user")
     assert (code.id, code.category, code.text) == ("HumanEval-0", "humaneval", "def f():\n")
     assert (other.id, other.category) == ("11", "code") and line.id == "code-01"
     assert categories(source) == ("open QA", "humaneval", "code", "math_reasoning")
-    assert prompts("code", source=source) == (other,) and prompts(source=source, limit=2) == (asked, code)
+    assert prompts("code", source=source) == (other,) and prompts(source=source, limit=2) == (
+        asked,
+        code,
+    )
     for category, there in (("edit", source), ("poem", "")):
         with pytest.raises(InputError, match=category):
             prompts(category, source=there)
@@ -92,7 +117,9 @@ def test_benchmark_files_are_read_with_any_category_and_only_their_first_turn(wr
 
 def test_the_digest_depends_on_content_and_order_but_not_on_layout(write):
     one, two = record(id="a", text="é"), dialogue(USER) | {"id": "b"}
-    turned = json.dumps(dict(reversed(one.items())), ensure_ascii=False, separators=(" ,", " : ")).encode()
+    turned = json.dumps(
+        dict(reversed(one.items())), ensure_ascii=False, separators=(" ,", " : ")
+    ).encode()
     there, again = read_jsonl(write(one, two)), read_jsonl(write(turned, b"", two))
     assert digest_prompts(there) == digest_prompts(again)
     assert len({digest_prompts(each) for each in (there, there[::-1], there[:1])}) == 3
@@ -100,7 +127,11 @@ def test_the_digest_depends_on_content_and_order_but_not_on_layout(write):
 
 def test_shipped_prompts_are_distinct_and_short_with_alternating_roles():
     shipped = prompts()
-    assert len({prompt.id for prompt in shipped}) == len({tuple(texts(prompt)) for prompt in shipped}) == len(shipped)
+    assert (
+        len({prompt.id for prompt in shipped})
+        == len({tuple(texts(prompt)) for prompt in shipped})
+        == len(shipped)
+    )
     for category in CATEGORIES:
         ids = [prompt.id for prompt in prompts(category)]
         assert len(ids) >= 12 and {name.rpartition("-")[0] for name in ids} == {category}

@@ -14,17 +14,32 @@ from specnb.provenance import git_state, provenance
 
 def test_provenance_is_json_with_code_machine_and_time_but_without_paths():
     models = [{"id": "/somewhere/private/model.gguf?backend=hf"}, {"id": "hf:org/name"}]
-    record = provenance(seeds=(1, 2), models=models, prompts_digest="d", extra={"temperature": np.float32(0.5)})
+    record = provenance(
+        seeds=(1, 2), models=models, prompts_digest="d", extra={"temperature": np.float32(0.5)}
+    )
     text = json.dumps(record, allow_nan=False)
     assert json.loads(text) == record and record["packages"]["numpy"] == np.__version__
-    assert (record["seeds"], record["extra"], record["prompts_digest"]) == ([1, 2], {"temperature": 0.5}, "d")
-    assert record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 1 << 28
+    assert (record["seeds"], record["extra"], record["prompts_digest"]) == (
+        [1, 2],
+        {"temperature": 0.5},
+        "d",
+    )
+    assert (
+        record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1
+        and record["memory_bytes"] > 1 << 28
+    )
     assert record["models"] == [{"id": "model.gguf?backend=hf"}, {"id": "hf:org/name"}]
-    assert not [path for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere") if path in text]
+    assert not [
+        path
+        for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere")
+        if path in text
+    ]
 
 
 def test_unknown_facts_are_null(monkeypatch):
-    monkeypatch.setattr(prov.metadata, "requires", lambda _: ["numpy<3,>=2", "no-such_one>=1", 'x; extra == "lab"'])
+    monkeypatch.setattr(
+        prov.metadata, "requires", lambda _: ["numpy<3,>=2", "no-such_one>=1", 'x; extra == "lab"']
+    )
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # during its import
     record = provenance()
@@ -34,7 +49,9 @@ def test_unknown_facts_are_null(monkeypatch):
 
 def git(folder: Path, *words: str) -> str:
     who = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", "-C", str(folder), *who, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *who, *words], capture_output=True, text=True, check=True
+    )
     return done.stdout.strip()
 
 

@@ -39,7 +39,9 @@ def against_transformers(file: str) -> str:
 
 
 def both_types() -> str:
-    return "; ".join(against_transformers(f"against_transformers{kind}") for kind in ("", "_bfloat16"))
+    return "; ".join(
+        against_transformers(f"against_transformers{kind}") for kind in ("", "_bfloat16")
+    )
 
 
 def against_llamacpp() -> str:
@@ -63,12 +65,20 @@ PAYING = {
 def live(target: str, content: str, method: str) -> str:
     """Return the live speed of a drafter over the fastest plain decoding, with its interval."""
     rows = read("tests/benchmarks/over_fastest.json")["rows"]
-    row = next(row for row in rows if (row["target"], row["content"], row["method"]) == (target, content, method))
-    return f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})"
+    row = next(
+        row
+        for row in rows
+        if (row["target"], row["content"], row["method"]) == (target, content, method)
+    )
+    return (
+        f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})"
+    )
 
 
 def over_fastest() -> str:
-    return "; ".join(", ".join(live(target, *row) for row in rows) for target, rows in PAYING.items())
+    return "; ".join(
+        ", ".join(live(target, *row) for row in rows) for target, rows in PAYING.items()
+    )
 
 
 def drafters() -> str:
@@ -83,14 +93,17 @@ def faults() -> str:
     return f"{lab['module'] * lab['n']:.0f} of {lab['n']}; {lab['alarms']} of {lab['controls']} false alarms"
 
 
-@pytest.mark.parametrize(("says", "computed"), [
-    ("plain decoding against transformers", both_types),
-    ("plain decoding against llama.cpp's own server", against_llamacpp),
-    ("T(1), T(4), T(8) of torch int4", engines),
-    ("drafters that pay", over_fastest),
-    ("lookup, Hydra heads, jump drafter", drafters),
-    ("planted faults named", faults),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("says", "computed"),
+    [
+        ("plain decoding against transformers", both_types),
+        ("plain decoding against llama.cpp's own server", against_llamacpp),
+        ("T(1), T(4), T(8) of torch int4", engines),
+        ("drafters that pay", over_fastest),
+        ("lookup, Hydra heads, jump drafter", drafters),
+        ("planted faults named", faults),
+    ],
+)
 def test_a_result_equals_that_of_its_record(says, computed):
     (line,) = (line for line in MEASURED.splitlines() if line.startswith(f"| {says}"))
     assert line.endswith(f"| {computed()} |")
@@ -127,9 +140,12 @@ def width() -> str:
 
 
 def rolling() -> str:
-    least = adaptive_k.worst(SimpleNamespace(measurements=measurements("02_worst"))).groupby("policy")["worst"]
+    least = adaptive_k.worst(SimpleNamespace(measurements=measurements("02_worst"))).groupby(
+        "policy"
+    )["worst"]
     ends = {
-        name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}" for name in ("rolling acceptance", "cost-aware")
+        name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}"
+        for name in ("rolling acceptance", "cost-aware")
     }
     return (
         "replayed on this and three simulated machines: speed relative to the best fixed K, on the worst of five "
@@ -140,13 +156,20 @@ def rolling() -> str:
 
 def vocabularies() -> str:
     rows = measurements("03_overlap_acceptance")["trial"]
-    shares = [f"{row['vocabulary']} {row['accepted'] / row['drafted']:.0%}".replace("%", " %") for row in rows]
-    settings = "6 prompts, target in float32, one draft model, restricted to the tokens of each vocabulary"
+    shares = [
+        f"{row['vocabulary']} {row['accepted'] / row['drafted']:.0%}".replace("%", " %")
+        for row in rows
+    ]
+    settings = (
+        "6 prompts, target in float32, one draft model, restricted to the tokens of each vocabulary"
+    )
     return f"share of draft tokens accepted, {settings}: {', '.join(shares)}"
 
 
 def hybrid() -> str:
-    rows = [row for row in measurements("04_rollback_strategies")["ways"] if row["engine"] == "torch"]
+    rows = [
+        row for row in measurements("04_rollback_strategies")["ways"] if row["engine"] == "torch"
+    ]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
         "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid (recurrent and "
@@ -156,7 +179,9 @@ def hybrid() -> str:
 
 
 def heads() -> str:
-    rows = {row["kind"]: row for row in measurements("05_speed")["speeds"] if row["category"] == "all"}
+    rows = {
+        row["kind"]: row for row in measurements("05_speed")["speeds"] if row["category"] == "all"
+    }
     hydra, medusa = rows["hydra"], rows["medusa"]
     over = [
         f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})"
@@ -181,12 +206,20 @@ def lossless() -> str:
     return f"greedy texts equal to plain decoding, target in float32: {equal}"
 
 
-@pytest.mark.parametrize(("question", "computed"), [
-    ("Does it beat", small), ("And of a 1.5B", large), ("Which K?", width), ("Should K follow", rolling),
-    ("Must draft and target", vocabularies),
-    ("Can a recurrent state", hybrid), ("Do trained heads", heads), ("Nothing is accepted", lab),
-    ("Is the output lossless", lossless),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("question", "computed"),
+    [
+        ("Does it beat", small),
+        ("And of a 1.5B", large),
+        ("Which K?", width),
+        ("Should K follow", rolling),
+        ("Must draft and target", vocabularies),
+        ("Can a recurrent state", hybrid),
+        ("Do trained heads", heads),
+        ("Nothing is accepted", lab),
+        ("Is the output lossless", lossless),
+    ],
+)
 def test_a_finding_equals_that_of_its_record(question, computed):
     (line,) = (line for line in README.splitlines() if line.startswith(f"| {question}"))
     assert line.split(" | ")[2] == computed()

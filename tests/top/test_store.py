@@ -28,21 +28,43 @@ def round_of(index=0, draft=(5, 6), committed=(5, 9), n_accepted=1) -> Round:
 
 def generation_of(*rounds: Round, **fields) -> Generation:
     tokens = tuple(token for r in rounds for token in r.committed_ids)
-    defaults = {"prompt_id": "code-01", "category": "code", "target": "t", "drafter": "lookup", "rule": "greedy"}
-    fields = defaults | {"k": 2, "prompt_ids": (1, 2, 3), "wall_s": 1.5, "stop_reason": "length"} | fields
+    defaults = {
+        "prompt_id": "code-01",
+        "category": "code",
+        "target": "t",
+        "drafter": "lookup",
+        "rule": "greedy",
+    }
+    fields = (
+        defaults
+        | {"k": 2, "prompt_ids": (1, 2, 3), "wall_s": 1.5, "stop_reason": "length"}
+        | fields
+    )
     return Generation(token_ids=tokens, rounds=rounds, **fields)
 
 
 def record_of(*generations: Generation, **fields) -> RunRecord:
-    fields = {"run_id": "abc123", "experiment": "01_k_sweep", "params": {"k": 2, "names": ["a", "é"]}} | fields
-    fields = {"provenance": {"git": None, "cores": 2}, "started": WHEN, "ended": WHEN + timedelta(seconds=3)} | fields
+    fields = {
+        "run_id": "abc123",
+        "experiment": "01_k_sweep",
+        "params": {"k": 2, "names": ["a", "é"]},
+    } | fields
+    fields = {
+        "provenance": {"git": None, "cores": 2},
+        "started": WHEN,
+        "ended": WHEN + timedelta(seconds=3),
+    } | fields
     return RunRecord(generations=generations, **fields)
 
 
 @pytest.fixture
 def rich() -> RunRecord:
-    first = generation_of(round_of(0), round_of(1, (7,), (7, 8), 1), seed=2**62, temperature=0.7, text='zeile\n"x" ∑')
-    plain = generation_of(round_of(0, (), (4,), 0), drafter="", k=0, fallback="no memory", lossless=False)
+    first = generation_of(
+        round_of(0), round_of(1, (7,), (7, 8), 1), seed=2**62, temperature=0.7, text='zeile\n"x" ∑'
+    )
+    plain = generation_of(
+        round_of(0, (), (4,), 0), drafter="", k=0, fallback="no memory", lossless=False
+    )
     nothing = generation_of(prompt_id="empty", stop_reason="context", wall_s=0.0)
     measurements = {"c": 0.25, "curve": [[1, 0.01], [2, 0.013]], "none": None}
     return record_of(first, nothing, plain, measurements=measurements)
@@ -53,19 +75,30 @@ SECONDS = st.floats(0, 1e6)
 
 
 ROUNDS = st.builds(
-    lambda ids, committed, p, times: Round(0, len(ids), 0, ids, committed, (p,) * len(ids), *times, len(ids) + 1),
-    IDS, IDS, st.floats(0, 1), st.tuples(*[SECONDS] * 5),
-)  # fmt: skip
+    lambda ids, committed, p, times: Round(
+        0, len(ids), 0, ids, committed, (p,) * len(ids), *times, len(ids) + 1
+    ),
+    IDS,
+    IDS,
+    st.floats(0, 1),
+    st.tuples(*[SECONDS] * 5),
+)
 GENERATIONS = st.builds(
-    lambda rounds, **fields: generation_of(*rounds, **fields), st.lists(ROUNDS, max_size=3), temperature=SECONDS,
-    seed=st.integers(-(2**63), 2**63 - 1), text=st.text(), prompt_id=st.text(st.characters(codec="utf-8"), max_size=8),
-)  # fmt: skip
+    lambda rounds, **fields: generation_of(*rounds, **fields),
+    st.lists(ROUNDS, max_size=3),
+    temperature=SECONDS,
+    seed=st.integers(-(2**63), 2**63 - 1),
+    text=st.text(),
+    prompt_id=st.text(st.characters(codec="utf-8"), max_size=8),
+)
 
 
 @given(
     generations=st.lists(GENERATIONS, max_size=3),
     params=st.dictionaries(st.text(), JSON, max_size=3),
-    started=st.datetimes(timezones=st.just(UTC) | st.just(timezone(timedelta(hours=-3, minutes=-30)))),
+    started=st.datetimes(
+        timezones=st.just(UTC) | st.just(timezone(timedelta(hours=-3, minutes=-30)))
+    ),
 )
 def test_any_record_is_loaded_exactly_as_saved(tmp_path_factory, generations, params, started):
     record = record_of(*generations, params=params, started=started)
@@ -81,16 +114,23 @@ def older_record(record, folder, column) -> Path:
     for generation in document["generations"]:
         for name in ("rounds", "top_k", "top_p", "max_new_tokens"):
             del generation[name]
-    rounds = [r._asdict() | {"generation": i} for i, g in enumerate(record.generations) for r in g.rounds]
+    rounds = [
+        r._asdict() | {"generation": i} for i, g in enumerate(record.generations) for r in g.rounds
+    ]
     pq.write_table(pa.Table.from_pylist(rounds).drop_columns([column]), folder / "rounds.parquet")
     (folder / "run.json").write_text(json.dumps(document))
     return folder
 
 
 def test_records_with_trees_and_older_ones_without_are_loaded(rich, tmp_path):
-    new = record_of(generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1))))
+    new = record_of(
+        generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1)))
+    )
     old = older_record(rich, tmp_path / "old", "parents")
-    assert store.load_record(store.save(new, tmp_path / "new")) == new and store.load_record(old) == rich
+    assert (
+        store.load_record(store.save(new, tmp_path / "new")) == new
+        and store.load_record(old) == rich
+    )
     rows = store.query("SELECT parents FROM rounds", tmp_path)
     assert sorted(map(list, rows.parents)) == [[], [], [], [-1, -1, 1]]
     assert set(store.query("SELECT top_k FROM generations", tmp_path).top_k) == {0}
@@ -102,7 +142,9 @@ def test_records_with_trees_and_older_ones_without_are_loaded(rich, tmp_path):
 
 @pytest.mark.parametrize(("owner", "step"), [(io.os, "fsync"), (Path, "replace")])
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_there_is_a_complete_record_whichever_step_fails(rich, tmp_path, monkeypatch, owner, step, error):
+def test_there_is_a_complete_record_whichever_step_fails(
+    rich, tmp_path, monkeypatch, owner, step, error
+):
     folder = store.save(rich, tmp_path)
     (folder / "notebook.ipynb").write_text("executed")
     later = rich.model_copy(update={"generations": rich.generations[::-1]})
@@ -114,7 +156,10 @@ def test_there_is_a_complete_record_whichever_step_fails(rich, tmp_path, monkeyp
         patch.setattr(owner, step, failing)
         store.save(later, tmp_path)
     assert store.load_record(folder) == rich and not list(folder.glob(".*"))
-    assert store.load_record(store.save(later, tmp_path)) == later and (folder / "notebook.ipynb").exists()
+    assert (
+        store.load_record(store.save(later, tmp_path)) == later
+        and (folder / "notebook.ipynb").exists()
+    )
 
 
 def test_a_failed_run_replaces_a_failed_one_and_never_a_completed_one(rich, tmp_path):
@@ -124,11 +169,15 @@ def test_a_failed_run_replaces_a_failed_one_and_never_a_completed_one(rich, tmp_
     assert store.load_record(store.save(again, tmp_path)) == again
     for record in (rich, failed, again):
         store.save(record, tmp_path)
-    assert store.load_record(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
+    assert (
+        store.load_record(folder) == rich and len(store.query("select * from runs", tmp_path)) == 1
+    )
     assert store.load_record(folder / store.FAILED) == again
 
 
-def test_values_that_json_does_not_support_and_invalid_folder_names_are_refused_before_writing(tmp_path):
+def test_values_that_json_does_not_support_and_invalid_folder_names_are_refused_before_writing(
+    tmp_path,
+):
     names = ("", "..", "a/b", ".hidden", "a" * 129, "a\n")
     wrong = [(repr(name), {field: name}) for field in ("run_id", "experiment") for name in names]
     wrong += [("measurements.c", {"measurements": {"c": value}}) for value in (math.nan, {1: 0.1})]
@@ -144,17 +193,27 @@ def test_values_that_json_does_not_support_and_invalid_folder_names_are_refused_
 def test_the_run_id_depends_on_name_and_values_only():
     first = store.run_id("01_k_sweep", {"k": 4, "temperature": 0.0})
     assert first == store.run_id("01_k_sweep", {"temperature": 0.0, "k": 4})
-    assert len({first, store.run_id("01_k_sweep", {"k": 4}), store.run_id("01_k_sweep", {"k": "4"})}) == 3
-    assert store.run_id("x", {}) == "77f689c4813e"  # it names folders, so it must not change between versions
+    assert (
+        len({first, store.run_id("01_k_sweep", {"k": 4}), store.run_id("01_k_sweep", {"k": "4"})})
+        == 3
+    )
+    assert (
+        store.run_id("x", {}) == "77f689c4813e"
+    )  # it names folders, so it must not change between versions
 
 
-@pytest.mark.parametrize("damage", [
-    lambda text: text[:-9],
-    lambda text: text.replace('_version": 1', '_version": 99'),
-    lambda text: text.replace('"generations"', '"generationr"'),
-    lambda text: text.replace("[5, 9]", "[5, 8]"),
-])  # fmt: skip
-def test_a_damaged_record_is_refused_with_its_file_and_left_out_of_queries_with_one_warning(rich, tmp_path, damage):
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-9],
+        lambda text: text.replace('_version": 1', '_version": 99'),
+        lambda text: text.replace('"generations"', '"generationr"'),
+        lambda text: text.replace("[5, 9]", "[5, 8]"),
+    ],
+)
+def test_a_damaged_record_is_refused_with_its_file_and_left_out_of_queries_with_one_warning(
+    rich, tmp_path, damage
+):
     store.save(record_of(generation_of(round_of()), run_id="sound"), tmp_path)
     file = store.save(rich, tmp_path) / "run.json"
     file.write_text(damage(file.read_text()))
@@ -168,24 +227,44 @@ def test_a_damaged_record_is_refused_with_its_file_and_left_out_of_queries_with_
 def test_a_query_covers_every_record(rich, tmp_path):
     results = tmp_path / "re*ults [1]"  # not a glob pattern
     elsewhere = WHEN.astimezone(timezone(timedelta(hours=2)))
-    store.save(record_of(run_id="empty", experiment="other", status="failed", error="x", started=elsewhere), results)
+    store.save(
+        record_of(
+            run_id="empty", experiment="other", status="failed", error="x", started=elsewhere
+        ),
+        results,
+    )
     for folder in (results, tmp_path / "results 1", results / ".ipynb_checkpoints"):
         store.save(rich, folder)
-    runs = store.query("select run_id, status, cast(params->>'k' as int) as k, started from runs order by 1", results)
+    runs = store.query(
+        "select run_id, status, cast(params->>'k' as int) as k, started from runs order by 1",
+        results,
+    )
     when = datetime(2026, 11, 21, 12, 0, 0, 123456)
     assert runs.values.tolist() == [["abc123", "completed", 2, when], ["empty", "failed", 2, when]]
-    generations = store.query("select generation, n_tokens, wall_s, fallback from generations order by 1", results)
+    generations = store.query(
+        "select generation, n_tokens, wall_s, fallback from generations order by 1", results
+    )
     assert list(generations.n_tokens) == [4, 0, 1] and generations.fallback[2] == "no memory"
     assert store.query("select count(*) as n from rounds", results).n[0] == 3
     (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
-    expected = {"generation": 0, "k_asked": 2, "seed": 2**62, "temperature": 0.7, "prompt_id": "code-01"}
+    expected = {
+        "generation": 0,
+        "k_asked": 2,
+        "seed": 2**62,
+        "temperature": 0.7,
+        "prompt_id": "code-01",
+    }
     assert {name: row[name] for name in expected} == expected and list(row["draft_ids"]) == [7]
 
 
 def test_a_query_cannot_access_files_and_an_invalid_one_is_an_error(rich, tmp_path):
     store.save(rich, tmp_path / "results")
     (tmp_path / "private").write_text("text")
-    reaching = (f"from read_text('{tmp_path}/private')", f"copy runs to '{tmp_path}/copy'", f"attach '{tmp_path}/copy'")
+    reaching = (
+        f"from read_text('{tmp_path}/private')",
+        f"copy runs to '{tmp_path}/copy'",
+        f"attach '{tmp_path}/copy'",
+    )
     for sql in ("selec 1", "-- nothing", *reaching, "set enable_external_access = true"):
         with pytest.raises(InputError):
             store.query(sql, tmp_path / "results")
@@ -203,6 +282,8 @@ def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
     assert store.save(second) == own / "01_k_sweep" / "second"
     assert store.load_record(own) == rich  # the second record did not replace the first
     assert len(store.query("select * from runs")) == 2
-    assert {store.figures_dir(record) for record in (rich, second)} == {own / "figures"}  # also when it runs again
+    assert {store.figures_dir(record) for record in (rich, second)} == {
+        own / "figures"
+    }  # also when it runs again
     elsewhere = tmp_path / "elsewhere"
     assert store.save(rich, elsewhere) == elsewhere / "01_k_sweep" / "abc123"

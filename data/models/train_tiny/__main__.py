@@ -38,7 +38,9 @@ def default_work() -> Path:
     return cache_dir() / "train_tiny"
 
 
-def run_stage(stage: Stage, work: Path, out: Path, training: Recipe | None, *, device: str, save_every: int) -> str:
+def run_stage(
+    stage: Stage, work: Path, out: Path, training: Recipe | None, *, device: str, save_every: int
+) -> str:
     """One stage; returns what there is now, for the reader. `training`: the stage's recipe, if it trains."""
     if stage is Stage.DATA:
         data = prepare(work / "data")
@@ -53,9 +55,15 @@ def run_stage(stage: Stage, work: Path, out: Path, training: Recipe | None, *, d
     teacher = loop.trained(work / "target").to(device) if stage is Stage.DISTIL else None
     with _bar(training.steps, stage) as on_step:
         loop.train(
-            training, open_data(work / "data"), work / stage, start=start, teacher=teacher, device=device,
-            save_every=save_every, on_step=on_step,
-        )  # fmt: skip
+            training,
+            open_data(work / "data"),
+            work / stage,
+            start=start,
+            teacher=teacher,
+            device=device,
+            save_every=save_every,
+            on_step=on_step,
+        )
     last = loop.read_checkpoint(work / stage)["log"][-1]
     return f"{stage}: step {last['step']}, loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a token"
 
@@ -86,8 +94,12 @@ def command(
     preset: Annotated[str, typer.Option(help="cpu | full")] = "cpu",
     stage: Annotated[Stage, typer.Option(help="one stage, or all in order")] = Stage.ALL,
     work: Annotated[Path | None, typer.Option(help="tokens and checkpoints [the cache]")] = None,
-    out: Annotated[Path | None, typer.Option(help="where the folders of the two models go [data/models]")] = None,
-    steps: Annotated[int | None, typer.Option(help="steps in all, instead of the preset's; needs --stage")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="where the folders of the two models go [data/models]")
+    ] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="steps in all, instead of the preset's; needs --stage")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="of weights and order [0]")] = None,
     device: Annotated[str, typer.Option(help="cpu | cuda")] = "cpu",
     bf16: Annotated[bool, typer.Option(help="matrix products in bfloat16")] = True,
@@ -95,7 +107,9 @@ def command(
 ) -> None:
     """Train the embedded pair of hybrids. Stop it at any time: the same command goes on from the last checkpoint."""
     if steps is not None and stage not in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL):
-        raise InputError(f"--steps {steps} needs --stage target, draft or distil: each has its own number")
+        raise InputError(
+            f"--steps {steps} needs --stage target, draft or distil: each has its own number"
+        )
     _check_device(device)
     work, out = work or default_work(), out or embedded_root()
     for each in list(Stage)[1:] if stage is Stage.ALL else [stage]:

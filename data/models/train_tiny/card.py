@@ -16,11 +16,17 @@ DRAFT_TEXT = {"draft": "plain text only", "distil": "distilled: what ships"}
 
 def card(facts: Mapping[str, Any]) -> str:
     """Markdown: what it is, how well it does, how it was made, from what. `facts` as in `training.json`."""
-    return "\n".join([*_head(facts), *_scores(facts), *_making(facts), *_texts(facts["corpus"])]) + "\n"
+    return (
+        "\n".join([*_head(facts), *_scores(facts), *_making(facts), *_texts(facts["corpus"])])
+        + "\n"
+    )
 
 
 def _head(facts: Mapping[str, Any]) -> list[str]:
-    target, draft = (f"{facts['parameters'][name] / 1e6:.1f} M parameters" for name in (shapes.TARGET, shapes.DRAFT))
+    target, draft = (
+        f"{facts['parameters'][name] / 1e6:.1f} M parameters"
+        for name in (shapes.TARGET, shapes.DRAFT)
+    )
     return [
         "# The embedded pair of hybrids",
         "",
@@ -87,7 +93,9 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
             f"| {STAGE_TEXT[stage]} | {training['step']:,}{unfinished} | {training['tokens']:,} "
             f"| {training['loss']:.3f} | {training['held_out_loss']:.3f} | {training['seconds'] / 3600:.1f} |"
         )
-    commands = (command(stage, Recipe(**training["recipe"])) for stage, training in facts["stages"].items())
+    commands = (
+        command(stage, Recipe(**training["recipe"])) for stage, training in facts["stages"].items()
+    )
     steps = [
         "python -m data.models.train_tiny --stage data",
         *commands,

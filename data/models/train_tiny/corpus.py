@@ -19,18 +19,53 @@ from typing import NamedTuple
 STDLIB = "cpython"
 LICENCES = {
     STDLIB: "PSF-2.0",
-    "annotated-types": "MIT", "anyio": "MIT", "asttokens": "Apache-2.0", "attrs": "MIT", "click": "BSD-3-Clause",
-    "comm": "BSD-3-Clause", "executing": "MIT", "fastjsonschema": "BSD-3-Clause", "filelock": "MIT",
-    "fsspec": "BSD-3-Clause", "gguf": "MIT", "h11": "MIT", "huggingface-hub": "Apache-2.0", "ipykernel": "BSD-3-Clause",
-    "ipython": "BSD-3-Clause", "ipywidgets": "BSD-3-Clause", "jinja2": "BSD-3-Clause", "jsonschema": "MIT",
-    "jupyter-client": "BSD-3-Clause", "jupyter-core": "BSD-3-Clause", "markdown-it-py": "MIT", "mpmath": "BSD-3-Clause",
-    "nbclient": "BSD-3-Clause", "nbformat": "BSD-3-Clause", "networkx": "BSD-3-Clause", "numpy": "BSD-3-Clause",
-    "packaging": "Apache-2.0 OR BSD-2-Clause", "pandas": "BSD-3-Clause", "papermill": "BSD-3-Clause", "parso": "MIT",
-    "platformdirs": "MIT", "prompt-toolkit": "BSD-3-Clause", "psutil": "BSD-3-Clause", "pyarrow": "Apache-2.0",
-    "pydantic": "MIT", "pyzmq": "BSD-3-Clause", "requests": "Apache-2.0", "rich": "MIT", "sympy": "BSD-3-Clause",
-    "tenacity": "Apache-2.0", "torch": "BSD-3-Clause", "tornado": "Apache-2.0", "traitlets": "BSD-3-Clause",
-    "transformers": "Apache-2.0", "typer": "MIT", "urllib3": "MIT",
-}  # fmt: skip
+    "annotated-types": "MIT",
+    "anyio": "MIT",
+    "asttokens": "Apache-2.0",
+    "attrs": "MIT",
+    "click": "BSD-3-Clause",
+    "comm": "BSD-3-Clause",
+    "executing": "MIT",
+    "fastjsonschema": "BSD-3-Clause",
+    "filelock": "MIT",
+    "fsspec": "BSD-3-Clause",
+    "gguf": "MIT",
+    "h11": "MIT",
+    "huggingface-hub": "Apache-2.0",
+    "ipykernel": "BSD-3-Clause",
+    "ipython": "BSD-3-Clause",
+    "ipywidgets": "BSD-3-Clause",
+    "jinja2": "BSD-3-Clause",
+    "jsonschema": "MIT",
+    "jupyter-client": "BSD-3-Clause",
+    "jupyter-core": "BSD-3-Clause",
+    "markdown-it-py": "MIT",
+    "mpmath": "BSD-3-Clause",
+    "nbclient": "BSD-3-Clause",
+    "nbformat": "BSD-3-Clause",
+    "networkx": "BSD-3-Clause",
+    "numpy": "BSD-3-Clause",
+    "packaging": "Apache-2.0 OR BSD-2-Clause",
+    "pandas": "BSD-3-Clause",
+    "papermill": "BSD-3-Clause",
+    "parso": "MIT",
+    "platformdirs": "MIT",
+    "prompt-toolkit": "BSD-3-Clause",
+    "psutil": "BSD-3-Clause",
+    "pyarrow": "Apache-2.0",
+    "pydantic": "MIT",
+    "pyzmq": "BSD-3-Clause",
+    "requests": "Apache-2.0",
+    "rich": "MIT",
+    "sympy": "BSD-3-Clause",
+    "tenacity": "Apache-2.0",
+    "torch": "BSD-3-Clause",
+    "tornado": "Apache-2.0",
+    "traitlets": "BSD-3-Clause",
+    "transformers": "Apache-2.0",
+    "typer": "MIT",
+    "urllib3": "MIT",
+}
 """What is read, with the licence of the files read; copyleft packages and bundled foreign code are left out."""
 DOCSTRINGS_ONLY = frozenset({"sympy", "torch", "transformers"})
 """Packages larger than the rest together: only their prose is taken."""
@@ -40,13 +75,36 @@ HELD_OUT_SHARE = 0.04
 MIN_CHARS, MAX_CHARS, MIN_DOCSTRING, MAX_LINE = 400, 120_000, 300, 400
 SKIPPED_PARTS = frozenset(
     {
-        "..", "test", "tests", "testing", "idle_test", "lib2to3", "site-packages", "dist-packages", "__pycache__",
-        "_vendor", "vendor", "vendored", "extern", "externals", "bundled", "node_modules", "static", "templates",
-        "encodings", "lexers", "styles", "models", "quantization_config", "_typing",
+        "..",
+        "test",
+        "tests",
+        "testing",
+        "idle_test",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "_vendor",
+        "vendor",
+        "vendored",
+        "extern",
+        "externals",
+        "bundled",
+        "node_modules",
+        "static",
+        "templates",
+        "encodings",
+        "lexers",
+        "styles",
+        "models",
+        "quantization_config",
+        "_typing",
     }
-)  # fmt: skip
+)
 """Folders of tests, of other people's code, and of tables that look like code."""
-GENERATED = re.compile(r"auto-?(matically)?[ -]?generated|generated (by|from|with|file)|do not (edit|modify)", re.I)
+GENERATED = re.compile(
+    r"auto-?(matically)?[ -]?generated|generated (by|from|with|file)|do not (edit|modify)", re.I
+)
 
 
 class Document(NamedTuple):
@@ -85,7 +143,11 @@ def installed(packages: Iterable[str] = LICENCES) -> list[Package]:
             except importlib.metadata.PackageNotFoundError:
                 continue
             version = distribution.version
-            files = {file.as_posix(): Path(file.locate()) for file in distribution.files or () if file.suffix == ".py"}
+            files = {
+                file.as_posix(): Path(file.locate())
+                for file in distribution.files or ()
+                if file.suffix == ".py"
+            }
         kept = sorted(item for item in files.items() if not SKIPPED_PARTS & set(item[0].split("/")))
         sources.append(Package(package, version, LICENCES[package], kept))
     return sources
@@ -109,7 +171,9 @@ def documents(sources: Iterable[Package]) -> list[Document]:
 
 def split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
     """(training, held out): by the file's name, so that all parts of one file are on one side."""
-    return [d for d in documents if not is_held_out(d.name)], [d for d in documents if is_held_out(d.name)]
+    return [d for d in documents if not is_held_out(d.name)], [
+        d for d in documents if is_held_out(d.name)
+    ]
 
 
 def corpus_digest(documents: Iterable[Document]) -> str:

@@ -51,7 +51,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = shapes.VOCAB_SIZE) -
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer=trainer)
-    if tokenizer.get_vocab_size() != vocab_size or tokenizer.token_to_id(shapes.END_TEXT) != shapes.END_ID:
+    if (
+        tokenizer.get_vocab_size() != vocab_size
+        or tokenizer.token_to_id(shapes.END_TEXT) != shapes.END_ID
+    ):
         raise InputError(
             f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: it is too small; "
             "install the packages in corpus.LICENCES"
@@ -88,11 +91,15 @@ def prepare(folder: Path, sources: Sequence[corpus.Package] | None = None) -> Da
         "documents": {"train": len(training), "held_out": len(held_out)},
         "characters": {"train": _size(training), "held_out": _size(held_out)},
         "sources": [
-            {"package": source.package, "version": source.version, "licence": source.licence,
-             "characters": _size(d for d in training if d.name.startswith(f"{source.package}/"))}
+            {
+                "package": source.package,
+                "version": source.version,
+                "licence": source.licence,
+                "characters": _size(d for d in training if d.name.startswith(f"{source.package}/")),
+            }
             for source in sources
         ],
-    }  # fmt: skip
+    }
     write_text(folder / SOURCES_FILE, json.dumps(facts, indent=1))
     return open_data(folder)
 
@@ -100,15 +107,24 @@ def prepare(folder: Path, sources: Sequence[corpus.Package] | None = None) -> Da
 def open_data(folder: Path) -> Data:
     """What `prepare` wrote. InputError if a part is missing or holds ids outside the vocabulary."""
     try:
-        train, held_out = (np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in STREAMS)
+        train, held_out = (
+            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in STREAMS
+        )
         facts = json.loads((folder / SOURCES_FILE).read_text())
     except (OSError, ValueError) as error:
         raise InputError(
             f"no prepared corpus in {folder} ({error}): remove the folder to have it made again"
         ) from error
     for name, ids in (("train", train), ("held_out", held_out)):
-        if ids.ndim != 1 or ids.dtype != np.uint16 or not ids.size or ids.max() >= shapes.VOCAB_SIZE:
-            raise InputError(f"{folder / name}.npy is not a stream of uint16 ids below {shapes.VOCAB_SIZE}")
+        if (
+            ids.ndim != 1
+            or ids.dtype != np.uint16
+            or not ids.size
+            or ids.max() >= shapes.VOCAB_SIZE
+        ):
+            raise InputError(
+                f"{folder / name}.npy is not a stream of uint16 ids below {shapes.VOCAB_SIZE}"
+            )
     return Data(folder, train, held_out, facts)
 
 
@@ -124,7 +140,9 @@ def batch(ids: np.ndarray, *, step: int, batch_size: int, length: int, seed: int
     rng = np.random.default_rng([seed, epoch])
     offset = int(rng.integers(length))
     chosen = rng.permutation(windows)[place * batch_size : (place + 1) * batch_size]
-    return np.stack([ids[offset + i * length : offset + (i + 1) * length + 1] for i in chosen]).astype(np.int64)
+    return np.stack(
+        [ids[offset + i * length : offset + (i + 1) * length + 1] for i in chosen]
+    ).astype(np.int64)
 
 
 def write_text(file: Path, text: str) -> None:
@@ -136,7 +154,17 @@ def write_text(file: Path, text: str) -> None:
 
 def _as_line(document: corpus.Document) -> str:
     licence = corpus.LICENCES[document.name.split("/")[0]]
-    return json.dumps({"name": document.name, "kind": document.kind, "licence": licence, "text": document.text}) + "\n"
+    return (
+        json.dumps(
+            {
+                "name": document.name,
+                "kind": document.kind,
+                "licence": licence,
+                "text": document.text,
+            }
+        )
+        + "\n"
+    )
 
 
 def _size(documents: Iterable[corpus.Document]) -> int:

@@ -12,7 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from specnb.errors import InputError
 
@@ -44,16 +49,25 @@ def export(work: Path, out: Path) -> dict[str, Any]:
     write_model(trained(work / last), data, out / shapes.DRAFT, log=_log(stages, "draft", "distil"))
     for name in (shapes.TARGET, shapes.DRAFT):
         write_gguf(out / name, out / f"{name}.f16.gguf")
-    write_text(out / PASSAGES_FILE, "".join(json.dumps(passage) + "\n" for passage in passages(data)))
+    write_text(
+        out / PASSAGES_FILE, "".join(json.dumps(passage) + "\n" for passage in passages(data))
+    )
     target, draft = (read_model(out / name) for name in (shapes.TARGET, shapes.DRAFT))
     facts = {
-        "corpus": data.facts | {"tokens": {"train": data.train.size, "held_out": data.held_out.size}},
-        "stages": {stage: {"recipe": saved["recipe"], **saved["log"][-1]} for stage, saved in stages.items()},
-        "parameters": {shapes.TARGET: target.num_parameters(), shapes.DRAFT: draft.num_parameters()},
+        "corpus": data.facts
+        | {"tokens": {"train": data.train.size, "held_out": data.held_out.size}},
+        "stages": {
+            stage: {"recipe": saved["recipe"], **saved["log"][-1]}
+            for stage, saved in stages.items()
+        },
+        "parameters": {
+            shapes.TARGET: target.num_parameters(),
+            shapes.DRAFT: draft.num_parameters(),
+        },
         "held_out_loss": _losses(data, target, draft),
         "alpha_1": acceptance(out, target, {"draft": trained(work / "draft"), last: draft}),
         "torch": torch.__version__.split("+")[0],
-    }  # fmt: skip
+    }
     write_text(out / FACTS_FILE, json.dumps(facts, indent=1) + "\n")
     write_text(out / "README.md", card(facts))
     return facts
@@ -67,7 +81,9 @@ def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequen
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     model = model.to(torch.float16)
-    model.generation_config = GenerationConfig(bos_token_id=shapes.END_ID, eos_token_id=shapes.END_ID, do_sample=False)
+    model.generation_config = GenerationConfig(
+        bos_token_id=shapes.END_ID, eos_token_id=shapes.END_ID, do_sample=False
+    )
     model.save_pretrained(part)
     PreTrainedTokenizerFast(
         tokenizer_file=str(data.folder / TOKENIZER_FILE),
@@ -86,10 +102,14 @@ def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequen
 
 def read_model(folder: Path) -> PreTrainedModel:
     """The exported model in float32, every weight found and none left over. InputError otherwise."""
-    model, report = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
     problems = {kind: names for kind, names in report.items() if names}
     if problems:
-        raise InputError(f"{folder} does not hold the model that its config.json describes: {problems}")
+        raise InputError(
+            f"{folder} does not hold the model that its config.json describes: {problems}"
+        )
     return model.eval()
 
 
@@ -99,7 +119,9 @@ def passages(data: Data) -> list[dict[str, str]]:
     texts = [json.loads(line) for line in lines]
     chosen = []
     for kind in ("code", "prose"):
-        of_kind = [text for text in texts if text["kind"] == kind and len(text["text"]) > 3 * PASSAGE_CHARS]
+        of_kind = [
+            text for text in texts if text["kind"] == kind and len(text["text"]) > 3 * PASSAGE_CHARS
+        ]
         order = np.random.default_rng(1).permutation(len(of_kind))[:PASSAGES_A_KIND]
         chosen += [of_kind[i] | {"text": _piece(of_kind[i]["text"])} for i in sorted(order)]
     leaked = [text["name"] for text in chosen if not is_held_out(text["name"])]
@@ -123,7 +145,9 @@ def tokenizer_of(out: Path) -> Tokenizer:
     return Tokenizer.from_file(str(out / shapes.TARGET / TOKENIZER_FILE))
 
 
-def acceptance(out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedModel]) -> dict[str, Any]:
+def acceptance(
+    out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedModel]
+) -> dict[str, Any]:
     """alpha_1 of each draft by kind of text, as [accepted, positions], greedy, on the target's own continuations."""
     scores: dict[str, Any] = {stage: {} for stage in drafts}
     for kind in ("code", "prose"):
@@ -147,7 +171,9 @@ def _stages(work: Path) -> dict[str, dict[str, Any]]:
     checkpoints = {stage: read_checkpoint(work / stage) for stage in ("target", "draft", "distil")}
     for stage in ("target", "draft"):
         if checkpoints[stage] is None:
-            raise InputError(f"no checkpoint in {work / stage}: train that stage first (--stage {stage})")
+            raise InputError(
+                f"no checkpoint in {work / stage}: train that stage first (--stage {stage})"
+            )
     return {
         stage: {"recipe": vars(Recipe(**saved["recipe"])), "log": saved["log"]}
         for stage, saved in checkpoints.items()
@@ -156,7 +182,9 @@ def _stages(work: Path) -> dict[str, dict[str, Any]]:
 
 
 def _log(stages: dict[str, dict[str, Any]], *names: str) -> list[dict[str, Any]]:
-    return [{"stage": name, **line} for name in names if name in stages for line in stages[name]["log"]]
+    return [
+        {"stage": name, **line} for name in names if name in stages for line in stages[name]["log"]
+    ]
 
 
 def _piece(text: str) -> str:

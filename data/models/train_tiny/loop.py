@@ -84,26 +84,42 @@ def train(
         if step % save_every == 0 or step == recipe.steps:
             now = time.perf_counter()
             log.append(
-                {"step": step, "tokens": step * recipe.batch_size * recipe.length, "lr": recipe.lr(step - 1),
-                 "loss": sum(losses) / len(losses), "held_out_loss": held_out_loss(model, data, recipe.length),
-                 "seconds": now - since + (log[-1]["seconds"] if log else 0.0)}
-            )  # fmt: skip
-            _save(folder, {"recipe": asdict(recipe), "corpus": corpus, "step": step, "log": log}, model, optimizer)
+                {
+                    "step": step,
+                    "tokens": step * recipe.batch_size * recipe.length,
+                    "lr": recipe.lr(step - 1),
+                    "loss": sum(losses) / len(losses),
+                    "held_out_loss": held_out_loss(model, data, recipe.length),
+                    "seconds": now - since + (log[-1]["seconds"] if log else 0.0),
+                }
+            )
+            _save(
+                folder,
+                {"recipe": asdict(recipe), "corpus": corpus, "step": step, "log": log},
+                model,
+                optimizer,
+            )
             since, losses = time.perf_counter(), []
     return model.eval()
 
 
 @torch.no_grad()
-def held_out_loss(model: PreTrainedModel, data: Data, length: int, windows: int = HELD_OUT_WINDOWS) -> float:
+def held_out_loss(
+    model: PreTrainedModel, data: Data, length: int, windows: int = HELD_OUT_WINDOWS
+) -> float:
     """Cross-entropy in nats a token, float32, on windows spread evenly over the held-out stream."""
     was_training, total = model.training, 0.0
     model.eval()
     count = min(windows, (len(data.held_out) - 1) // length)
     if count < 1:
-        raise InputError(f"the held-out stream has {len(data.held_out)} tokens, less than a window of {length}")
+        raise InputError(
+            f"the held-out stream has {len(data.held_out)} tokens, less than a window of {length}"
+        )
     stride = (len(data.held_out) - 1) // count
     for i in range(count):
-        ids = torch.from_numpy(data.held_out[i * stride : i * stride + length + 1].astype("int64")).to(model.device)
+        ids = torch.from_numpy(
+            data.held_out[i * stride : i * stride + length + 1].astype("int64")
+        ).to(model.device)
         logits = model(ids[None, :-1], use_cache=False).logits[0].float()
         total += F.cross_entropy(logits, ids[1:]).item()
     model.train(was_training)
@@ -116,7 +132,11 @@ def _windows(ids: Any, recipe: Recipe, step: int, device: str) -> Tensor:
 
 
 def _loss(
-    model: PreTrainedModel, teacher: PreTrainedModel | None, windows: Tensor, recipe: Recipe, step: int
+    model: PreTrainedModel,
+    teacher: PreTrainedModel | None,
+    windows: Tensor,
+    recipe: Recipe,
+    step: int,
 ) -> Tensor:
     """Mean over all positions; the matrix products in bfloat16 where the recipe says so, the loss in float32."""
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=recipe.bf16):
@@ -130,7 +150,9 @@ def _loss(
         wanted = rows.float().flatten(0, 1).log_softmax(-1)
         loss = F.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
     if not loss.isfinite():
-        _say_where(logits if rows is None or rows.isfinite().all() else rows.flatten(0, 1), recipe, step)
+        _say_where(
+            logits if rows is None or rows.isfinite().all() else rows.flatten(0, 1), recipe, step
+        )
     return loss
 
 
@@ -143,12 +165,24 @@ def _say_where(logits: Tensor, recipe: Recipe, step: int) -> None:
     )
 
 
-def _update(model: PreTrainedModel, optimizer: torch.optim.Optimizer, loss: Tensor, recipe: Recipe, step: int) -> None:
+def _update(
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    loss: Tensor,
+    recipe: Recipe,
+    step: int,
+) -> None:
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
     if not norm.isfinite():
-        bad = next(name for name, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all())
-        raise EngineError(f"training {recipe.name}: the gradient of {bad} at step {step} is not finite: lower peak_lr")
+        bad = next(
+            name
+            for name, p in model.named_parameters()
+            if p.grad is not None and not p.grad.isfinite().all()
+        )
+        raise EngineError(
+            f"training {recipe.name}: the gradient of {bad} at step {step} is not finite: lower peak_lr"
+        )
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
     optimizer.step()
@@ -159,11 +193,16 @@ def _optimizer(model: PreTrainedModel, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW; only matrices decay, not gains, step sizes and convolutions."""
     matrices = [p for p in model.parameters() if p.ndim == 2]
     others = [p for p in model.parameters() if p.ndim != 2]
-    groups = [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": recipe.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=recipe.peak_lr, betas=(0.9, 0.95), fused=True)
 
 
-def _save(folder: Path, place: dict[str, Any], model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+def _save(
+    folder: Path, place: dict[str, Any], model: PreTrainedModel, optimizer: torch.optim.Optimizer
+) -> None:
     """Log and weights in one file, replaced in one go; the readable log is a copy."""
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / f".{CHECKPOINT_FILE}.part"
@@ -180,7 +219,9 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"{file} cannot be read ({error}): remove it to train from the start") from error
+        raise InputError(
+            f"{file} cannot be read ({error}): remove it to train from the start"
+        ) from error
 
 
 def trained(folder: Path) -> PreTrainedModel:
@@ -194,14 +235,20 @@ def trained(folder: Path) -> PreTrainedModel:
 
 
 def _resume(
-    folder: Path, recipe: Recipe, corpus: str, model: PreTrainedModel, optimizer: torch.optim.Optimizer
+    folder: Path,
+    recipe: Recipe,
+    corpus: str,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
 ) -> tuple[int, list[dict]]:
     saved = read_checkpoint(folder)
     if saved is None:
         return 0, []
     before, step = Recipe(**saved["recipe"]), saved["step"]
     if replace(before, steps=recipe.steps) != recipe:
-        raise InputError(f"{folder} holds a run with another recipe ({before}), asked is {recipe}: use another folder")
+        raise InputError(
+            f"{folder} holds a run with another recipe ({before}), asked is {recipe}: use another folder"
+        )
     if saved["corpus"] != corpus:
         raise InputError(
             f"{folder} was trained on another corpus (sha256 {saved['corpus'][:12]}, now {corpus[:12]}): packages "

@@ -32,7 +32,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if min(self.steps, self.batch_size, self.length) < 1 or self.peak_lr <= 0 or self.clip <= 0:
-            raise InputError(f"a recipe needs steps, batch_size, length, peak_lr and clip above 0, got {self}")
+            raise InputError(
+                f"a recipe needs steps, batch_size, length, peak_lr and clip above 0, got {self}"
+            )
 
     @property
     def decay_start(self) -> int:
@@ -51,12 +53,16 @@ PRESETS = MappingProxyType(
         "cpu": {
             "target": Recipe(shapes.TARGET, 3600, batch_size=4, peak_lr=1.5e-3),
             "draft": Recipe(shapes.DRAFT, 1500, batch_size=4, peak_lr=3e-3),
-            "distil": Recipe(shapes.DRAFT, 1500, batch_size=4, peak_lr=2e-3, distilled=True, seed=1),
+            "distil": Recipe(
+                shapes.DRAFT, 1500, batch_size=4, peak_lr=2e-3, distilled=True, seed=1
+            ),
         },
         "full": {
             "target": Recipe(shapes.TARGET, 12_000, batch_size=32, peak_lr=3e-3, warmup=300),
             "draft": Recipe(shapes.DRAFT, 4000, batch_size=32, peak_lr=4e-3, warmup=300),
-            "distil": Recipe(shapes.DRAFT, 12_000, batch_size=32, peak_lr=3e-3, distilled=True, seed=1),
+            "distil": Recipe(
+                shapes.DRAFT, 12_000, batch_size=32, peak_lr=3e-3, distilled=True, seed=1
+            ),
         },
     }
 )
@@ -69,13 +75,23 @@ def recipe(preset: str, stage: str, **changed: Any) -> Recipe:
         raise InputError(
             f"no recipe {preset!r}/{stage!r}: presets are {', '.join(PRESETS)}, stages target, draft, distil"
         )
-    return replace(PRESETS[preset][stage], **{key: value for key, value in changed.items() if value is not None})
+    return replace(
+        PRESETS[preset][stage],
+        **{key: value for key, value in changed.items() if value is not None},
+    )
 
 
 def command(stage: str, training: Recipe) -> str:
     """What to type to get this recipe; the preset it comes from is found by comparing. InputError if there is none."""
     for preset in PRESETS:
-        if recipe(preset, stage, steps=training.steps, seed=training.seed, bf16=training.bf16) == training:
-            flags = f"--preset {preset} --stage {stage} --steps {training.steps} --seed {training.seed}"
-            return f"python -m data.models.train_tiny {flags}{'' if training.bf16 else ' --no-bf16'}"
+        if (
+            recipe(preset, stage, steps=training.steps, seed=training.seed, bf16=training.bf16)
+            == training
+        ):
+            flags = (
+                f"--preset {preset} --stage {stage} --steps {training.steps} --seed {training.seed}"
+            )
+            return (
+                f"python -m data.models.train_tiny {flags}{'' if training.bf16 else ' --no-bf16'}"
+            )
     raise InputError(f"{training} belongs to no preset: it was not made by train_tiny")

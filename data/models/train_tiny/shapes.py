@@ -73,7 +73,11 @@ def shape(name: str) -> dict[str, Any]:
         raise InputError(f"no embedded model {name!r}: known are {', '.join(SHAPES)}")
     fields = {**SHAPES[name], "rope_parameters": dict(SHAPES[name]["rope_parameters"])}
     n_layers = fields["num_hidden_layers"]
-    return fields | {"layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(n_layers)]}
+    return fields | {
+        "layer_types": [
+            "linear_attention" if (i + 1) % 4 else "full_attention" for i in range(n_layers)
+        ]
+    }
 
 
 def config(name: str) -> "Qwen3_5TextConfig":

@@ -46,12 +46,18 @@ class Estimate(NamedTuple):
 
     def __sub__(self, other: Self) -> "Estimate":
         """Return the difference; its bounds combine opposite bounds of the two intervals."""
-        return Estimate(self.value - other.value, self.low - other.high, self.high - other.low, self.n)
+        return Estimate(
+            self.value - other.value, self.low - other.high, self.high - other.low, self.n
+        )
 
     def __format__(self, spec: str) -> str:
         if isnan(self.value):
             return "–"
-        ends = "" if isnan(self.low) or self.low == self.high else f" [{self.low:{spec}}, {self.high:{spec}}]"
+        ends = (
+            ""
+            if isnan(self.low) or self.low == self.high
+            else f" [{self.low:{spec}}, {self.high:{spec}}]"
+        )
         return format(self.value, spec) + ends
 
 
@@ -86,7 +92,9 @@ class Claim(NamedTuple):
         """Return the verdict for a value of this claim; None means a run with another setup."""
         if measured is None:
             return "not testable here"
-        _, low, high, n = measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
+        _, low, high, n = (
+            measured if isinstance(measured, Estimate) else Estimate.exact(measured, self.needs)
+        )
         start, end = (self.claimed,) * 2 if isinstance(self.claimed, bool) else self.claimed
         if n < self.needs or not (start <= low <= high <= end or high < start or low > end):
             return "undecided"
@@ -108,11 +116,21 @@ class Claim(NamedTuple):
             evidence += self.conclusion.get(verdict, "").format_map(values)
             if isinstance(value, Estimate) and value.n < self.needs:
                 note = FEW
-                have = f"{value.n} of {self.needs} required samples" if value.n else "Not measured in this run"
+                have = (
+                    f"{value.n} of {self.needs} required samples"
+                    if value.n
+                    else "Not measured in this run"
+                )
                 evidence = f"{have}. {evidence}"
             elif self.planted:
                 verdict, note = "undecided", f"for the planted fault: {verdict}"
-        return {"claim": self.claim, "source": self.source, "verdict": verdict, "note": note, "evidence": evidence}
+        return {
+            "claim": self.claim,
+            "source": self.source,
+            "verdict": verdict,
+            "note": note,
+            "evidence": evidence,
+        }
 
 
 def claims_of(notebook: str) -> list[Claim]:
@@ -141,12 +159,24 @@ def tabulate_claims(rows: Sequence[dict[str, str]]) -> str:
     few = sum(row["note"] == FEW for row in rows)
     lines = ["| published claim | source | verdict | evidence |", "|---|---|---|---|"]
     if few:
-        lines = [f"**Undecided for lack of data: {few} of {len(rows)} claims. More data may decide.**", "", *lines]
+        lines = [
+            f"**Undecided for lack of data: {few} of {len(rows)} claims. More data may decide.**",
+            "",
+            *lines,
+        ]
     for row in rows:
         note = f" ({row['note']})" if row["note"] else ""
-        lines.append(f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |")
+        lines.append(
+            f"| {row['claim']} | {row['source']} | **{row['verdict']}**{note} | {row['evidence']} |"
+        )
     meanings = "; ".join(f"*{word}*: {meaning}" for word, meaning in VERDICTS.items())
-    return "\n".join([*lines, "", f"{meanings}. A verdict is computed from data unless it is marked as judgement."])
+    return "\n".join(
+        [
+            *lines,
+            "",
+            f"{meanings}. A verdict is computed from data unless it is marked as judgement.",
+        ]
+    )
 
 
 # --- values: expressions over a record ---
@@ -160,7 +190,9 @@ def values_of(record: RunRecord, tables: Values | None = None) -> Values:
     frames; empty ones are undefined), and `tables`.
     """
     measured = {
-        name: pd.DataFrame(value) if isinstance(value, list) and isinstance(value[0], dict) else value
+        name: pd.DataFrame(value)
+        if isinstance(value, list) and isinstance(value[0], dict)
+        else value
         for name, value in record.measurements.items()
         if value != []
     }
@@ -177,10 +209,16 @@ def read_fixed() -> Values:
     values = read_json(project_dir() / "data" / "claims.json")
     runs = report.read_runs()
     for name, value in values.items():
-        values[name] = Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
+        values[name] = (
+            Estimate(*value) if isinstance(value, list) else MISSING if value is None else value
+        )
     rows = report.compare_with_line(runs, report.fit_line(runs)).set_index("k")
     (copy,) = runs.query("content == 'self'").itertuples()
-    return values | {name: rows[rows["content"] == name] for name in ("code", "prose")} | {"copy": copy}
+    return (
+        values
+        | {name: rows[rows["content"] == name] for name in ("code", "prose")}
+        | {"copy": copy}
+    )
 
 
 def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values:

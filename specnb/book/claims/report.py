@@ -46,7 +46,9 @@ def read_runs() -> pd.DataFrame:
     """
     folder = project_dir() / "data" / "report"
     table, models = (pd.read_csv(folder / f"{name}.csv") for name in ("speeds", "models"))
-    table["acceptance_rate"] = (table["accepted"] / table["drafted"]).fillna(table["acceptance_percent"] / 100)
+    table["acceptance_rate"] = (table["accepted"] / table["drafted"]).fillna(
+        table["acceptance_percent"] / 100
+    )
     table["tau"] = 1 + table["acceptance_rate"] * table["k"]
     by_count = table["seconds"] * table["k"] / table["drafted"]  # rounds are drafted / k
     table["round_s"] = by_count.fillna(table["tau"] / table["tokens_per_s"])
@@ -93,7 +95,9 @@ def _constant_alpha(k: int, tau: float) -> float:
 def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     """Draw the ms of a round over K: published runs, the fitted line, a plain step at K = 0."""
     names = {"code": "code, with tokens/s", "prose": "prose, not fitted"}
-    rows = table.assign(round_ms=1000 * table["round_s"], content=table["content"].map(names)).dropna(subset="content")
+    rows = table.assign(
+        round_ms=1000 * table["round_s"], content=table["content"].map(names)
+    ).dropna(subset="content")
     figure = px.scatter(
         rows,
         x="k",
@@ -108,7 +112,13 @@ def draw_rounds(table: pd.DataFrame, cost: RoundLine) -> go.Figure:
     ends = [0, rows["k"].max()]
     plain_ms = 1000 * rows["plain_s"].iloc[0]
     label = f"fitted to code: {1000 * cost.base_s:.0f} + {1000 * cost.per_draft_s:.1f} K ms"
-    figure.add_scatter(x=ends, y=[1000 * cost.seconds(k) for k in ends], mode="lines", name=label, line_color="#555")
+    figure.add_scatter(
+        x=ends,
+        y=[1000 * cost.seconds(k) for k in ends],
+        mode="lines",
+        name=label,
+        line_color="#555",
+    )
     figure.add_scatter(x=[0], y=[plain_ms], mode="markers", name="a plain step", **series(2))
     figure.update_xaxes(tickvals=[0, *rows["k"].unique()])
     return dress(figure, "round_cost")
@@ -130,7 +140,9 @@ def read_small() -> pd.DataFrame:
     plain = table[table["k"] == 0].set_index("setting")["tokens_per_s"]
     fastest = {"baseline_engine": plain.idxmax(), "baseline_tokens_per_s": plain.max()}
     of_setting = table.groupby("setting", sort=False)
-    return pd.concat(Baseline(**fastest, plain_tokens_per_s=plain[name]).over(part) for name, part in of_setting)
+    return pd.concat(
+        Baseline(**fastest, plain_tokens_per_s=plain[name]).over(part) for name, part in of_setting
+    )
 
 
 def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
@@ -138,7 +150,11 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     for index, (setting, rows) in enumerate(table.query("k > 0").groupby("setting", sort=False)):
         figure.add_scatter(
-            x=rows["k"], y=rows["predicted"], mode="lines", name=f"{setting}, predicted", **series(index)
+            x=rows["k"],
+            y=rows["predicted"],
+            mode="lines",
+            name=f"{setting}, predicted",
+            **series(index),
         )
         figure.add_scatter(
             x=rows["k"],

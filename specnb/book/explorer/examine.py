@@ -94,10 +94,17 @@ def examine(
             best = best_k(sweep).drop(columns="verdict")  # it would be over the target's own engine
             k = int(best.set_index(["category", "temperature"]).loc[(ALL, 0.0), "k"])
             (timed,) = time_pairs(
-                bench.target, [drafter], bench.chosen, ks=[k], max_new_tokens=max_new_tokens, progress=progress
+                bench.target,
+                [drafter],
+                bench.chosen,
+                ks=[k],
+                max_new_tokens=max_new_tokens,
+                progress=progress,
             )
     rates = sweep.assign(acceptance_rate=sweep["accepted"] / sweep["drafted"])
-    best = timed.baseline.over(best.merge(rates[["category", "temperature", "k", "acceptance_rate"]]))
+    best = timed.baseline.over(
+        best.merge(rates[["category", "temperature", "k", "acceptance_rate"]])
+    )
     document = {
         "target": timed.target,
         "draft": timed.drafter,
@@ -111,9 +118,12 @@ def examine(
         "predicted": best.to_dict("records"),
         "live": timed.table.to_dict("records"),
     }
-    template = Environment(autoescape=True).from_string(Path(__file__).with_suffix(".html").read_text("utf-8"))
+    template = Environment(autoescape=True).from_string(
+        Path(__file__).with_suffix(".html").read_text("utf-8")
+    )
     predicted, live = (
-        compact(table).to_html(index=False, border=0, justify="left") for table in (best[SHOWN], timed.table)
+        compact(table).to_html(index=False, border=0, justify="left")
+        for table in (best[SHOWN], timed.table)
     )
     above = template.render(document, predicted=predicted, live=live, timed=timed)
     return document, page(reduced(run, tables), above)

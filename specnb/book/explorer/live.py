@@ -47,7 +47,9 @@ class Workbench:
 
     @cached_property
     def drafters(self) -> list[Drafter]:
-        drafters = [load_drafter(name, self.target, strict=True).drafter for name in self.params.drafters]
+        drafters = [
+            load_drafter(name, self.target, strict=True).drafter for name in self.params.drafters
+        ]
         require_followed(drafters)
         return drafters
 
@@ -71,7 +73,13 @@ class Workbench:
             when = f"of {origin.ended:%Y-%m-%d %H:%M} UTC, reopened"
             now = datetime.now(UTC)
             name = run_id(EXPERIMENT, asked)
-            fields = {"experiment": EXPERIMENT, "run_id": name, "params": asked, "started": now, "ended": now}
+            fields = {
+                "experiment": EXPERIMENT,
+                "run_id": name,
+                "params": asked,
+                "started": now,
+                "ended": now,
+            }
             named = origin.model_dump(mode="json", include={*fields})
             # the generations belong to the earlier run; queries must not count them twice
             fields |= {"generations": (), "provenance": origin.provenance | {"source": named}}
@@ -109,7 +117,9 @@ class Workbench:
         the machine was busy. Raises the errors of `load`, `load_drafter` and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
-        chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]  # from different contents
+        chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][
+            :LIVE_PROMPTS
+        ]  # from different contents
         if prompt.strip():
             messages = [{"role": "user", "content": prompt}]
             form = {"messages": messages} if chosen[0].messages else {"text": prompt}

@@ -27,7 +27,10 @@ CONSTANTS = {
     "fewest": FEWEST,
     "fates": FATES,
     "fixed": FIXED,
-    "policies": {name: {"option": policy.option, "depends": policy.depends} for name, policy in POLICIES.items()}
+    "policies": {
+        name: {"option": policy.option, "depends": policy.depends}
+        for name, policy in POLICIES.items()
+    }
     | {AUTO: {"option": "", "depends": ["machine"]}},
 }
 TAIL = 400  # characters at the end of a prompt that are shown
@@ -42,7 +45,9 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
     facts = record.provenance
     caps = record.provenance["extra"]["target"]
     engine = f"{caps['engine']} {caps['dtype']}"
-    place = f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
+    place = (
+        f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
+    )
     fastest = baseline(record)
     contents = [_content(recording) for recording in tables.recordings]
     texts = [content for at, content in enumerate(contents) if content not in contents[:at]]
@@ -87,14 +92,20 @@ def _recording(recording: Recording) -> Json:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
-        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)  # rounds end at a 0
+        keep.append(
+            chances[: chances.index(0) + 1] if 0 in chances else chances
+        )  # rounds end at a 0
     rows = {"p": recording.p_target, "q": recording.q_draft}
     return {
         "drafter": recording.drafter,
         "round_steps": recording.round_steps,
         "offered": recording.offered,
         # for a draft model the probability depends on the token only, not on the start of the round
-        **({"kept": [row[0] if row else 0 for row in keep]} if recording.beliefs else {"keep": keep}),
+        **(
+            {"kept": [row[0] if row else 0 for row in keep]}
+            if recording.beliefs
+            else {"keep": keep}
+        ),
         "drafts": [[shown_text(piece, " ") for piece in pieces] for pieces in recording.drafts],
         **{name: [round(chance, 2) for chance in row] for name, row in rows.items() if row},
     }
@@ -114,7 +125,10 @@ def play(tables: Tables, setting: Setting) -> Json:
     _, counts, walks = zip(*tables.walks(setting), strict=True)
     place = ("drafter", "temperature", "top_p", "content", "policy")
     return {name: getattr(setting, name) for name in place} | {
-        "counts": [[np.trim_zeros(part.round(DIGITS), "b").tolist() for part in split(row)] for row in counts],
+        "counts": [
+            [np.trim_zeros(part.round(DIGITS), "b").tolist() for part in split(row)]
+            for row in counts
+        ],
         "drafted": [[step.drafted for step in steps] for steps in walks],
         "kept": [[step.n_accepted for step in steps] for steps in walks],
     }

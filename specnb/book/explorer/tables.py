@@ -22,7 +22,15 @@ from specnb.measure.intervals import FEWEST, ends
 from specnb.measure.machines import machines
 from specnb.measure.policies import AUTO, FIXED, MOST, POLICIES
 from specnb.measure.recording import Trace
-from specnb.measure.replay import ReplayStep, expected_counts, route, seconds_of, split, tally, walk_recording
+from specnb.measure.replay import (
+    ReplayStep,
+    expected_counts,
+    route,
+    seconds_of,
+    split,
+    tally,
+    walk_recording,
+)
 from specnb.records import RunRecord
 from specnb.store import load_record
 
@@ -69,12 +77,18 @@ class Tables:
     def __init__(self, trace: Trace) -> None:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
         if not self.recordings:
-            raise InputError(f"none of {len(trace.recordings)} recordings has two tokens: record longer generations")
+            raise InputError(
+                f"none of {len(trace.recordings)} recordings has two tokens: record longer generations"
+            )
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
-        self.models = {r.drafter for r in self.recordings if r.beliefs}  # only draft models have beliefs
+        self.models = {
+            r.drafter for r in self.recordings if r.beliefs
+        }  # only draft models have beliefs
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
-        self.samplings = tuple(sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1])))
+        self.samplings = tuple(
+            sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1]))
+        )
         self.n_tokens = np.array([r.n_tokens for r in self.recordings])
         self.exact = expected_counts(self.recordings, range(self.k_max + 1))
 
@@ -87,7 +101,8 @@ class Tables:
         return [
             i
             for i, r in enumerate(self.recordings)
-            if (r.drafter, r.temperature, r.top_p) == (setting.drafter, setting.temperature, setting.top_p)
+            if (r.drafter, r.temperature, r.top_p)
+            == (setting.drafter, setting.temperature, setting.top_p)
             and setting.content in (ALL, r.category)
         ]
 
@@ -99,7 +114,8 @@ class Tables:
         fits = [
             name
             for name, policy in POLICIES.items()
-            if policy.make(FREE, self.k_max).k_max <= self.k_max and (reads or not policy.reads_beliefs)
+            if policy.make(FREE, self.k_max).k_max <= self.k_max
+            and (reads or not policy.reads_beliefs)
         ]
         return fits + [AUTO] * (reads or copies)
 
@@ -127,7 +143,9 @@ class Tables:
         NaN outside of the recorded temperatures. Raises InputError if nothing was recorded.
         """
         recorded = [temperature for temperature, top_p in self.samplings if top_p == setting.top_p]
-        speeds = [self.predict(setting._replace(temperature=t), prompt_ids).speedup for t in recorded]
+        speeds = [
+            self.predict(setting._replace(temperature=t), prompt_ids).speedup for t in recorded
+        ]
         return np.exp(np.interp(setting.temperature, recorded, np.log(speeds), np.nan, np.nan))
 
     def walks(self, setting: Setting) -> list[tuple[int, np.ndarray, list[ReplayStep]]]:
@@ -138,14 +156,21 @@ class Tables:
         """
         at = self.chosen(setting)
         if not at:
-            raise InputError(f"no recording of {setting.drafter}, {setting.content}, at {setting.temperature:g}")
+            raise InputError(
+                f"no recording of {setting.drafter}, {setting.content}, at {setting.temperature:g}"
+            )
         group = [self.recordings[i] for i in at]
         runs = []
         for seed in range(max(1, WALKS // len(at)) if setting.temperature else 1):
             # policies learn from one generation to the next, so each simulation starts anew
             if setting.policy == AUTO:
                 costs = {setting.drafter: setting.machine}
-                runs.append([text.steps for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)])
+                runs.append(
+                    [
+                        text.steps
+                        for text in route(group, costs, k_max=min(MOST, self.k_max), seed=seed)
+                    ]
+                )
             else:
                 controller = setting.controller(self.k_max)
                 rng = np.random.default_rng([0, seed])
@@ -154,7 +179,10 @@ class Tables:
             counts = self.exact[at, setting.k]
         else:
             walks = zip(group, *runs, strict=True)
-            counts = [np.mean([tally(text, steps, self.k_max) for steps in drawn], axis=0) for text, *drawn in walks]
+            counts = [
+                np.mean([tally(text, steps, self.k_max) for steps in drawn], axis=0)
+                for text, *drawn in walks
+            ]
         return [*zip(at, counts, runs[0], strict=True)]
 
     def _predicted(self, at: Sequence[int], counts: np.ndarray, machine: Cost) -> pd.DataFrame:
@@ -202,7 +230,9 @@ def stored(folder: str | Path) -> TracedRun:
     folder = shipped if shipped.is_dir() else project_dir() / folder
     record = load_record(folder)
     if not {"verify_curve", "c"} <= record.measurements.keys():
-        raise InputError(f"{folder} is a run of {record.experiment}, which has no cost curve: give a 09_explorer run")
+        raise InputError(
+            f"{folder} is a run of {record.experiment}, which has no cost curve: give a 09_explorer run"
+        )
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return TracedRun(record, Trace.load(folder / TRACE), curve, record.measurements["c"])
 
@@ -212,12 +242,19 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
     totals = split(tables.exact)[1]
     greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
-    over = rounds + accepted - tables.n_tokens[:, None]  # the last round adds no token of the target, or one
+    over = (
+        rounds + accepted - tables.n_tokens[:, None]
+    )  # the last round adds no token of the target, or one
     costs = (1.1, 0.1), (4.0, 0.5)
-    cheap, expensive = (tables.seconds(tables.exact, Cost.straight(CUSTOM, *cost)) for cost in costs)
+    cheap, expensive = (
+        tables.seconds(tables.exact, Cost.straight(CUSTOM, *cost)) for cost in costs
+    )
     rows = [
         ("greedy counts are whole numbers, for every K", np.isclose(greedy, np.round(greedy))),
-        ("rounds and accepted drafts make up the tokens, for every K", (over > -1e-9) & (over < 1 + 1e-9)),
+        (
+            "rounds and accepted drafts make up the tokens, for every K",
+            (over > -1e-9) & (over < 1 + 1e-9),
+        ),
         ("no more drafts are accepted than drafted, for every K", accepted <= drafted + 1e-9),
         ("without drafts every round commits one token", rounds[:, 0] == tables.n_tokens),
         ("more expensive forward passes never make a prediction faster", expensive >= cheap - 1e-9),
@@ -234,7 +271,9 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]
-    for drafter, temperature, content in product(tables.drafters, temperatures, (*tables.contents, ALL)):
+    for drafter, temperature, content in product(
+        tables.drafters, temperatures, (*tables.contents, ALL)
+    ):
         here = Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE)
         for machine in machines(here, NAMED).values():
             rows = tables.sweep(Setting(drafter, temperature, content, FIXED, 1, machine))

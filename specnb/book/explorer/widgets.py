@@ -93,7 +93,9 @@ class Explorer(anywidget.AnyWidget):
     _page = traitlets.Unicode().tag(sync=True)
     _runs = traitlets.Bool().tag(sync=True)
 
-    def __init__(self, run: TracedRun, *, run_live: Callable | None = None, still: str = "", **places: Any) -> None:
+    def __init__(
+        self, run: TracedRun, *, run_live: Callable | None = None, still: str = "", **places: Any
+    ) -> None:
         self._tables = Tables(run.trace)
         self._run = run
         self._run_live = run_live
@@ -101,7 +103,9 @@ class Explorer(anywidget.AnyWidget):
         temperature, top_p = self._tables.samplings[0]
         options = {"drafter": self._tables.drafters[0], "temperature": temperature, "top_p": top_p}
         options |= {"k": 8, "round": 0, "content": ALL, "policy": FIXED, "_machine": {}} | places
-        self.add_traits(**{name: traitlets.Any(value).tag(sync=True) for name, value in options.items()})
+        self.add_traits(
+            **{name: traitlets.Any(value).tag(sync=True) for name, value in options.items()}
+        )
         super().__init__(_page=page(reduced(run, self._tables)), _runs=run_live is not None)
         self.on_msg(self._answer)
 
@@ -118,12 +122,16 @@ class Explorer(anywidget.AnyWidget):
         Between recorded temperatures, it is that of the nearest. For a drafter that the page does
         not show yet, the machine is that of the trace.
         """
-        recorded = [temperature for temperature, top_p in self._tables.samplings if top_p == self.top_p]
+        recorded = [
+            temperature for temperature, top_p in self._tables.samplings if top_p == self.top_p
+        ]
         nearest = min(recorded, key=lambda temperature: abs(temperature - self.temperature))
         machine = Cost(self._run.curve, self._run.c[self.drafter])
         if self._machine.get("drafter") == self.drafter:
             machine = _cost_of(self._machine)
-        return self._tables.sweep(Setting(self.drafter, nearest, self.content, FIXED, self.k, machine, self.top_p))
+        return self._tables.sweep(
+            Setting(self.drafter, nearest, self.content, FIXED, self.k, machine, self.top_p)
+        )
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
         """Return the widget and, for readers without a kernel, HTML or a figure of every drafter."""
@@ -140,15 +148,22 @@ class Explorer(anywidget.AnyWidget):
 
     def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
         """Answer a message of the page: simulate a policy, or start a live run."""
-        setting = Setting(**message["setting"] | {"machine": _cost_of(message["setting"]["machine"])})
+        setting = Setting(
+            **message["setting"] | {"machine": _cost_of(message["setting"]["machine"])}
+        )
         if message.get("run"):
             # a daemon thread does not delay the shutdown of the kernel
-            Thread(target=self._measure, args=(setting, message.get("prompt", "")), daemon=True).start()
+            Thread(
+                target=self._measure, args=(setting, message.get("prompt", "")), daemon=True
+            ).start()
             return
         try:
             answer = play(self._tables, setting)
         except Exception as error:  # a callback's traceback would only go to a log
-            answer = setting._asdict() | {"machine": None, "error": f"{type(error).__name__}: {error}"}
+            answer = setting._asdict() | {
+                "machine": None,
+                "error": f"{type(error).__name__}: {error}",
+            }
         self.send({"answer": answer | {"key": message["key"]}})
 
     def _measure(self, setting: Setting, prompt: str) -> None:
@@ -162,11 +177,15 @@ class Explorer(anywidget.AnyWidget):
     def _report(self, done: int, total: int, step: str) -> None:
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
-    def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> dict[str, Any]:
+    def _compared(
+        self, setting: Setting, generations: list[Generation], busy: bool
+    ) -> dict[str, Any]:
         """Return a live run's speed as a point on the page, and a sentence with its prediction."""
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
-        live = interval([(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio)
+        live = interval(
+            [(g.n_decoded, g.decode_s, b.n_decoded, b.decode_s) for g, b in pairs], rate_ratio
+        )
         here = setting._replace(machine=Cost(self._run.curve, self._run.c[setting.drafter]))
         ids = {r.prompt_id for r in self._tables.recordings} & {g.prompt_id for g in drafted}
         predicted = self._tables.speedup(here, [*ids])  # a reader's prompt is not among them
@@ -177,11 +196,12 @@ class Explorer(anywidget.AnyWidget):
             "speedup": live.value,
             "low": live.low,
             "high": live.high,
-            "setting": {name: getattr(setting, name) for name in ("drafter", "temperature", "top_p", "content")},
+            "setting": {
+                name: getattr(setting, name)
+                for name in ("drafter", "temperature", "top_p", "content")
+            },
         }
-        line = (
-            f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
-        )
+        line = f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
         line += f" on this machine; predicted for the {'same' if ids else 'recorded'} prompts: {predicted:.2f}."
         if busy:
             line += f" Measured while {BUSY}: run it again."

@@ -55,13 +55,20 @@ class TraceBuilder:
 
     def __init__(self, model: Module, *, states: bool) -> None:
         dtype = next(map(dtype_name, model.parameters()), None)
-        self.facts = {"model": type(model).__name__, "torch": torch.__version__, "dtype": dtype, "steps": []}
+        self.facts = {
+            "model": type(model).__name__,
+            "torch": torch.__version__,
+            "dtype": dtype,
+            "steps": [],
+        }
         self.running: list[Frame] = []
         self.listens = True
         """Whether hooks record anything."""
         self._states = states
         # Containers such as ModuleList have no forward.
-        self._hooked = [path for path, item in find_modules(model) if type(item).forward is not Module.forward]
+        self._hooked = [
+            path for path, item in find_modules(model) if type(item).forward is not Module.forward
+        ]
         self._tensors = []
         """Rows of TENSOR_COLUMNS."""
         self._params = []
@@ -80,8 +87,12 @@ class TraceBuilder:
         called = {*tensors["module"]}
         never = [path for path in self._hooked if path not in called]
         n = len(self._hooked)
-        facts = self.facts | {"modules": {"hooked": n, "called": n - len(never), "never_called": never}}
-        return ModuleTrace(facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), self._arrays)
+        facts = self.facts | {
+            "modules": {"hooked": n, "called": n - len(never), "never_called": never}
+        }
+        return ModuleTrace(
+            facts, tensors, pd.DataFrame(self._params, columns=PARAM_COLUMNS), self._arrays
+        )
 
     def forward_of(self, model: Module) -> AbstractContextManager[None]:
         """Also record direct calls of `forward`, which bypass hooks (SGLang, vLLM)."""
@@ -125,7 +136,9 @@ class TraceBuilder:
             if path == ROOT or not steps:
                 steps.append({"step": len(steps), **step_of(arguments)})
                 self._calls.clear()
-            self.running.append(Frame(module, len(steps) - 1, path, self._calls[path], arguments, set()))
+            self.running.append(
+                Frame(module, len(steps) - 1, path, self._calls[path], arguments, set())
+            )
             self._calls[path] += 1
             self._see("in", named_tensors(arguments))
 
@@ -143,7 +156,9 @@ class TraceBuilder:
     def _see(self, role: str, named: Iterable[tuple[str, Tensor]]) -> None:
         """Record inputs, outputs or states of the running call as one event in `order`."""
         frame = self.running[-1]
-        holder, holder_call = next(((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1))
+        holder, holder_call = next(
+            ((item.path, item.call) for item in self.running[-2:-1]), (ROOT, -1)
+        )
         call = frame.step, frame.path, type(frame.module).__name__, frame.call, self._order, role
         for name, tensor in named:
             digest = digest_tensor(tensor)
@@ -181,11 +196,17 @@ def capture(
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled and bypasses hooks"
-            raise InputError(f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)")
+            raise InputError(
+                f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)"
+            )
     builder, models = TraceBuilder(model, states=states), {OWN: model, **(known or {})}
     parameters = AtUse(models, builder.use, builder.running) if at_use else nullcontext()
     try:
-        with watch_modules(model, builder.enter, builder.leave), builder.forward_of(model), parameters:
+        with (
+            watch_modules(model, builder.enter, builder.leave),
+            builder.forward_of(model),
+            parameters,
+        ):
             yield builder
     finally:
         if path is not None:
@@ -193,7 +214,9 @@ def capture(
 
 
 @contextmanager
-def watch_modules(model: Module, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
+def watch_modules(
+    model: Module, before: Callable[..., Any], after: Callable[..., Any]
+) -> Iterator[None]:
     """Call `before(path, module, args, kwargs)` and `after(path, module, args, output)`.
 
     They run around the forward of each module. Their return values, unless None, replace the
@@ -201,7 +224,11 @@ def watch_modules(model: Module, before: Callable[..., Any], after: Callable[...
     """
     with ExitStack() as stack:
         for path, module in find_modules(model):
-            stack.enter_context(module.register_forward_pre_hook(partial(before, path), with_kwargs=True))
+            stack.enter_context(
+                module.register_forward_pre_hook(partial(before, path), with_kwargs=True)
+            )
             # Also called if forward raises: a frame left on the stack would shift all later ones.
-            stack.enter_context(module.register_forward_hook(partial(after, path), always_call=True))
+            stack.enter_context(
+                module.register_forward_hook(partial(after, path), always_call=True)
+            )
         yield

@@ -46,7 +46,9 @@ class AtUse(TorchDispatchMode):
     supports_higher_order_operators = True
     """Operators such as `torch.cond`, which torch otherwise refuses to run under this mode."""
 
-    def __init__(self, models: Mapping[str, Module], note: Callable[[Owned], None], running: Sequence[object]) -> None:
+    def __init__(
+        self, models: Mapping[str, Module], note: Callable[[Owned], None], running: Sequence[object]
+    ) -> None:
         super().__init__()
         self._note, self._running = note, running
         self._owners = defaultdict(list)
@@ -61,7 +63,9 @@ class AtUse(TorchDispatchMode):
         """Return the owner of the memory at the start of `tensor`."""
         memory = _memory(tensor)
         # Memory that its owner no longer uses (moved, offloaded) may now belong to any tensor.
-        owners = (owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory)
+        owners = (
+            owned for owned in self._owners.get(memory, ()) if _memory(owned.tensor) == memory
+        )
         before = [owned for owned in owners if owned.tensor.data_ptr() <= tensor.data_ptr()]
         if before or (memory and type(tensor) is Tensor):  # most operands are activations
             return max(before, key=lambda owned: owned.tensor.data_ptr(), default=None)
@@ -77,9 +81,13 @@ class AtUse(TorchDispatchMode):
         if memory := _memory(owned.tensor):
             self._owners[memory].append(owned)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        tensors = [operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)]
+        tensors = [
+            operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)
+        ]
         if self._running:
             reads = not getattr(func, "is_view", False)
             for tensor in tensors:
@@ -88,7 +96,11 @@ class AtUse(TorchDispatchMode):
                 if owned is not None and (reads or owned.owner == UNKNOWN):
                     self._note(owned)
         by_torch = not isinstance(func, torch._ops.OpOverload) or func.namespace in TORCH
-        return func(*args, **kwargs) if by_torch or not tensors else self._inside(func, tensors, args, kwargs)
+        return (
+            func(*args, **kwargs)
+            if by_torch or not tensors
+            else self._inside(func, tensors, args, kwargs)
+        )
 
     def _inside(self, func: Any, tensors: list[Tensor], args: tuple, kwargs: dict) -> Any:
         """Run a custom operation with this mode on; torch turns it off while an operation runs.
@@ -98,12 +110,16 @@ class AtUse(TorchDispatchMode):
         operands, are not traced.
         """
         # CPU operands may be mixed with those of another backend.
-        device = next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+        device = next(
+            (tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu"
+        )
         key = torch._C._dispatch_key_for_device(device)
         if not torch._C._dispatch_has_computed_kernel_for_dispatch_key(func.name(), key):
             return func(*args, **kwargs)
         with self:
-            return func.redispatch(torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs)
+            return func.redispatch(
+                torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs
+            )
 
 
 def _memory(tensor: Tensor) -> int:

@@ -15,7 +15,13 @@ from torch.nn import Module
 def digest_tensor(tensor: Tensor) -> str:
     """Return a digest (XXH3, 32 hexadecimal digits) of dtype, shape and bytes in logical order."""
     # as_strided: a single value is contiguous with any stride, but may not be viewed as bytes.
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().as_strided((tensor.numel(),), (1,))
+    flat = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .as_strided((tensor.numel(),), (1,))
+    )
     state = xxhash.xxh3_128(f"{dtype_name(tensor)}{list(tensor.shape)}".encode())
     state.update(flat.view(torch.uint8).cpu().numpy().data)
     return state.hexdigest()
@@ -54,7 +60,9 @@ def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def named_tensors(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def named_tensors(
+    values: Mapping[object, object], prefix: str = ""
+) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name; those in tuples, lists, mappings and dataclasses have dotted names."""
     for name, value in values.items():
         if isinstance(value, Tensor):
@@ -83,7 +91,9 @@ def states_in(arguments: Mapping[str, Any], layer: int) -> Iterator[tuple[str, T
     """Yield the keys and values of `layer` in the caches among the arguments."""
     for value in arguments.values():
         if is_cache(value) and layer < len(value.layers):
-            yield from named_tensors({name: getattr(value.layers[layer], name, None) for name in ("keys", "values")})
+            yield from named_tensors(
+                {name: getattr(value.layers[layer], name, None) for name in ("keys", "values")}
+            )
 
 
 IDS = ("input_ids", "tokens", "token_ids")

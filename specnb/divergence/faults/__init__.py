@@ -86,7 +86,11 @@ def share_buffer(fault: PlantedFault, *, token: int | None) -> Planting:
     def stale(out: Tensor, left: Tensor, positions: Tensor) -> Tensor:
         out = out.clone()
         positions = positions.repeat(len(out) // len(positions))[: len(left)]
-        rows = torch.arange(len(positions)) if token is None else (positions == token).nonzero().flatten()
+        rows = (
+            torch.arange(len(positions))
+            if token is None
+            else (positions == token).nonzero().flatten()
+        )
         out[rows] = left[rows].to(out)
         fault.struck.extend(positions[rows][:1].tolist())
         return out
@@ -149,7 +153,11 @@ def scale_experts(fault: PlantedFault, *, eps: float) -> Planting:
     """Multiply the output of one bank of experts by 1 + eps, in its parameters."""
     named_weights = fault.module.named_parameters(recurse=False)
     return change_values(
-        {weight: weight.detach() * (1 + eps) for name, weight in named_weights if name.startswith(OUTPUT_SIDE)}
+        {
+            weight: weight.detach() * (1 + eps)
+            for name, weight in named_weights
+            if name.startswith(OUTPUT_SIDE)
+        }
     )
 
 
@@ -196,7 +204,9 @@ def _attend(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwar
 
 def scale_positions(fault: PlantedFault, *, start: int, factor: float) -> Planting:
     """Divide positions from `start` on by `factor` before the rotation; keep cached keys."""
-    return _change_positions(fault, lambda positions: torch.where(positions < start, positions, positions / factor))
+    return _change_positions(
+        fault, lambda positions: torch.where(positions < start, positions, positions / factor)
+    )
 
 
 # --- controls, which must not be named ------------------------------------------------------------
@@ -215,7 +225,9 @@ def _change_positions(fault: PlantedFault, change: Callable[[Tensor], Tensor]) -
         name, positions = rotary_positions(arguments)
         return original(**arguments | {name: change(positions)})
 
-    return replace_forwards({rotary: partial(run, rotary) for _, rotary in find(fault.draft)["rotary"]})
+    return replace_forwards(
+        {rotary: partial(run, rotary) for _, rotary in find(fault.draft)["rotary"]}
+    )
 
 
 def sum_in_parts(fault: PlantedFault) -> Planting:
@@ -228,7 +240,9 @@ def sum_in_parts(fault: PlantedFault) -> Planting:
         {
             module: partial(_in_parts, module)
             for number, module in numbered
-            if isinstance(module, nn.Linear) and number is not None and fault.layer in (None, number)
+            if isinstance(module, nn.Linear)
+            and number is not None
+            and fault.layer in (None, number)
         }
     )
 
@@ -298,5 +312,7 @@ class RecordedFault:
         """Return the entry in which the fault first acted. Raises InputError if it never did."""
         planted = max(self.entered, key=lambda item: (bool(item.struck), item.first is not None))
         if self.fault.waits and not planted.struck:
-            raise InputError(f"the fault ({planted.note}) never acted: choose a script in which it can")
+            raise InputError(
+                f"the fault ({planted.note}) never acted: choose a script in which it can"
+            )
         return planted

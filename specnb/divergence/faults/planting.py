@@ -70,14 +70,19 @@ class Fault:
     waits: bool = False
 
     @contextmanager
-    def __call__(self, draft: Module, target: Module | None = None, **chosen: Any) -> Iterator[PlantedFault]:
+    def __call__(
+        self, draft: Module, target: Module | None = None, **chosen: Any
+    ) -> Iterator[PlantedFault]:
         """Plant the fault inside a block. Raises InputError if the draft has no such part."""
         options = self.options | chosen
         layer = options.pop("layer", None)
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         alone = self.beside and other is None
-        first, note = None if alone or self.cause == "PRECISION_ONLY" else path, self.says.format(**options)
+        first, note = (
+            None if alone or self.cause == "PRECISION_ONLY" else path,
+            self.says.format(**options),
+        )
         tokens = ((options.get("start", 0), None),)
         planted = PlantedFault(draft, target, layer, module, other, self.cause, first, note, tokens)
         with nullcontext() if alone else self.transform(planted, **options):
@@ -113,7 +118,11 @@ def change_values(new: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 
 def rotary_positions(given: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Return name and value of the first integer tensor among a rotary embedding's arguments."""
-    return next(item for item in given.items() if isinstance(item[1], Tensor) and not item[1].is_floating_point())
+    return next(
+        item
+        for item in given.items()
+        if isinstance(item[1], Tensor) and not item[1].is_floating_point()
+    )
 
 
 # --- a user's service, by name --------------------------------------------------------------------

@@ -73,7 +73,9 @@ class Comparison(NamedTuple):
         parts, fork, drift = [], self.fork, self.drift
         if fork is not None:
             both = f"the reference has {fork.reference}, the candidate {fork.candidate}"
-            parts.append(f"the runs were not fed the same tokens: at position {fork.position} {both}")
+            parts.append(
+                f"the runs were not fed the same tokens: at position {fork.position} {both}"
+            )
         if drift is not None:
             counted = f"the candidate counts position {drift.position} as {drift.counted}"
             parts.append(f"from step {drift.step} on, {counted}")
@@ -105,7 +107,11 @@ class Comparison(NamedTuple):
     def _where(self) -> str:
         node = self.minimal[0]
         place = f"{node.at}'s {node.name}" if node.at else node.name
-        read = self.reads[self.reads["module"] == node.module].drop_duplicates("says").set_index("says")["read"]
+        read = (
+            self.reads[self.reads["module"] == node.module]
+            .drop_duplicates("says")
+            .set_index("says")["read"]
+        )
         why = ""
         if "foreign" in read:
             why = f"; its inputs agree, and it read {read['foreign']}, a parameter of another model"
@@ -145,7 +151,9 @@ def compare_traces(
     runs = [Difference(a, _aligned(trace, "sound", rename)) for trace in sound]
     for run in runs:
         if len(missing := np.setdiff1d(difference.positions, run.positions)):
-            raise InputError(f"a sound trace has no position {missing[0]}: give runs of the compared text")
+            raise InputError(
+                f"a sound trace has no position {missing[0]}: give runs of the compared text"
+            )
     # 3. Which tensors are wrong by themselves? If none is, how far do errors grow?
     plan, floor = Plan.of(a), walk.floors(difference, runs)
     offset = walk.excuse_offset(difference, plan)
@@ -169,12 +177,16 @@ def compare_traces(
     read = reads(a, b)
     foreign = read[read["says"] == "foreign"]
     if len(foreign) and wrong.empty:
-        reason += "; but {module} read {read}, a parameter of another model".format(**foreign.iloc[0])
+        reason += "; but {module} read {read}, a parameter of another model".format(
+            **foreign.iloc[0]
+        )
     likely, fork = "", difference.fork
     if len(wrong):
         likely = _shape(next(iter(wrong.groupby(TENSOR, sort=False)))[1])
     elif fork is not None and fork.repeated:
-        likely = f"from position {fork.position} on, the candidate is fed token {fork.candidate} only"
+        likely = (
+            f"from position {fork.position} on, the candidate is fed token {fork.candidate} only"
+        )
     minimal = nodes(wrong).drop_duplicates("module")[[*Node._fields]]
     by_module = tuple(Node(*node) for node in minimal.itertuples(index=False))
     return Comparison(verdict, reason, by_module, likely, read, _coverage(difference), fork, drift)
@@ -211,8 +223,12 @@ def _coverage(difference: Difference) -> dict[str, Any]:
 
 def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) -> Alignment:
     if trace.tensors.empty:
-        raise InputError(f"the {role} trace has no tensor: run the model inside the `capture` block")
-    if (most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)) > 1:
+        raise InputError(
+            f"the {role} trace has no tensor: run the model inside the `capture` block"
+        )
+    if (
+        most := max((step["batch"] for step in trace.facts["steps"] if step["length"]), default=1)
+    ) > 1:
         raise InputError(f"got a trace of a batch of {most}, expected 1: capture one request alone")
     return Alignment(trace, rename)
 
@@ -220,19 +236,27 @@ def _aligned(trace: ModuleTrace, role: str, rename: Mapping[str, str] | None) ->
 # --- the verdict ----------------------------------------------------------------------------------
 
 
-def _doubts(difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated: bool) -> Iterator[str]:
+def _doubts(
+    difference: Difference, plan: Plan, grown: pd.DataFrame, calibrated: bool
+) -> Iterator[str]:
     """Yield reasons why too little was compared, or why unattributed errors may be a fault.
 
     `grown`: errors beyond their floors, if no tensor is wrong. `calibrated`: the floors are from
     sound runs.
     """
     if difference.fork is not None:
-        before = "nothing before it is wrong" if len(difference.positions) else "nothing comes before it"
+        before = (
+            "nothing before it is wrong" if len(difference.positions) else "nothing comes before it"
+        )
         yield f"{before}: feed both runs the same tokens (teacher forcing) and capture again"
     if not len(difference.positions) or not difference.errors:
         yield "the traces share no position or no tensor with tokens: capture the same text in both"
     final = {*plan.events[-1].keys}
-    seen = [key for key in final if key in difference.errors and not np.isnan(difference.errors[key]).all()]
+    seen = [
+        key
+        for key in final
+        if key in difference.errors and not np.isnan(difference.errors[key]).all()
+    ]
     if not seen or not final.isdisjoint(difference.reshaped):
         yield "the output of the model was not compared, or has another shape: capture the same complete model"
     flipped = difference.positions[difference.n_alike :]
@@ -277,7 +301,9 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
         of_reference = before[before["module"] == item.module]
         if of_reference.empty:
             continue
-        alike = of_reference[(of_reference["path"] == item.path) & (of_reference["owner"] == item.owner)]
+        alike = of_reference[
+            (of_reference["path"] == item.path) & (of_reference["owner"] == item.owner)
+        ]
         if item.digest in {*alike["digest"]}:
             continue
         parameter = item.path if item.owner == OWN else ""
@@ -291,7 +317,9 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
 
 
 def _params(aligned: Alignment) -> pd.DataFrame:
-    params = aligned.trace.params.drop_duplicates(["module", "owner", "owner_path", "digest", "dtype"])
+    params = aligned.trace.params.drop_duplicates(
+        ["module", "owner", "owner_path", "digest", "dtype"]
+    )
     paths = rename_all(params["module"].unique(), aligned.rename)
     owned = params["owner_path"].map(canonical_name)
     paths |= rename_all(owned.unique(), aligned.rename)

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from specnb.divergence.errors import CARRIES, TENSOR, TIMES_FLOOR, expand_tokens, gains, margins, relative_l2, rounding
+from specnb.divergence.errors import (
+    CARRIES,
+    TENSOR,
+    TIMES_FLOOR,
+    expand_tokens,
+    gains,
+    margins,
+    relative_l2,
+    rounding,
+)
 from specnb.divergence.trace import UNKNOWN_ID, Alignment, Key, find_offset, index_of
 
 Call = tuple[str, int]
@@ -46,7 +55,9 @@ class Drift(NamedTuple):
     counted: int
 
 
-def compared_positions(reference: Alignment, candidate: Alignment) -> tuple[np.ndarray, Fork | None]:
+def compared_positions(
+    reference: Alignment, candidate: Alignment
+) -> tuple[np.ndarray, Fork | None]:
     """Return the positions that both traces have, up to the fork, and the fork if there is one."""
     shared = np.intersect1d(reference.positions, candidate.positions)
     a, b = (trace.tokens[np.isin(trace.positions, shared)] for trace in (reference, candidate))
@@ -67,8 +78,14 @@ def counted_alike(reference: Alignment, candidate: Alignment) -> tuple[Alignment
     fed, fed_again = ([step["token_ids"] for step in run.steps] for run in (reference, candidate))
     if not all(fed) or fed != fed_again:  # a model that is fed embeddings has no ids
         return candidate, None
-    firsts, counted = ([step["first_position"] for step in run.steps] for run in (reference, candidate))
-    differing = (Drift(step, *both) for step, both in enumerate(zip(firsts, counted, strict=True)) if len({*both}) > 1)
+    firsts, counted = (
+        [step["first_position"] for step in run.steps] for run in (reference, candidate)
+    )
+    differing = (
+        Drift(step, *both)
+        for step, both in enumerate(zip(firsts, counted, strict=True))
+        if len({*both}) > 1
+    )
     drift = next(differing, None)
     return Alignment(candidate.trace, candidate.rename, firsts) if drift else candidate, drift
 
@@ -91,7 +108,9 @@ class Difference:
         self.errors, self.pairs, self.discrete = {}, {}, set()
         self.n_alike = len(self.positions)
         self.left_out, self.reshaped = [], []
-        at, in_candidate = (index_of(run.positions, self.positions) for run in (reference, candidate))
+        at, in_candidate = (
+            index_of(run.positions, self.positions) for run in (reference, candidate)
+        )
         for key in reference.rows:
             if key not in candidate.rows:
                 continue
@@ -112,12 +131,18 @@ class Difference:
 
     @property
     def equal(self) -> set[Key]:
-        return {key for key, error in self.errors.items() if not (error > 0).any() and not np.isnan(error).all()}
+        return {
+            key
+            for key, error in self.errors.items()
+            if not (error > 0).any() and not np.isnan(error).all()
+        }
 
     def limit(self, key: Key) -> float:
         """Return the rounding error of a tensor; float32 values may be computed from bfloat16."""
         runs = self.reference, self.candidate
-        return rounding(name for run in runs for name in (run.whole[key].dtype, run.trace.facts["dtype"]))
+        return rounding(
+            name for run in runs for name in (run.whole[key].dtype, run.trace.facts["dtype"])
+        )
 
 
 def floors(difference: Difference, sound: Iterable[Difference]) -> Floors:
@@ -171,7 +196,11 @@ class Plan(NamedTuple):
             for key, row in sorted(step.items(), key=lambda item: item[1].order):
                 if key not in first:
                     first[key] = row._replace(order=row.order - start)
-                    earlier = [item for item in with_bits[row.digest] if first[item].order < first[key].order]
+                    earlier = [
+                        item
+                        for item in with_bits[row.digest]
+                        if first[item].order < first[key].order
+                    ]
                     if earlier:
                         same_as[key] = max(earlier, key=lambda item: first[item].order)
                     with_bits[row.digest].append(key)
@@ -188,7 +217,9 @@ class Plan(NamedTuple):
             is_input = role == "in"
             scope = holders[0] if is_input else call
             maker, _ = call if scope == OUTSIDE else scope
-            events.append(Event(maker, scope, [*holders, call] if is_input else holders, is_input, keys))
+            events.append(
+                Event(maker, scope, [*holders, call] if is_input else holders, is_input, keys)
+            )
         return cls(events, same_as)
 
 
@@ -217,7 +248,9 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFra
         error = np.nan_to_num(difference_error, posinf=np.inf)
         deviations[key] = Deviation(error, error > TIMES_FLOOR * floor[key])
     # 2. In run order: which errors do not come from what a tensor was computed from?
-    nothing = Deviation(np.zeros(len(difference.positions)), np.zeros(len(difference.positions), bool))
+    nothing = Deviation(
+        np.zeros(len(difference.positions)), np.zeros(len(difference.positions), bool)
+    )
     inside = defaultdict(lambda: nothing)  # by call: errors inside it so far
     tensors = []
     for order, event in enumerate(plan.events):
@@ -229,13 +262,18 @@ def walk_traces(plan: Plan, difference: Difference, floor: Floors) -> pd.DataFra
             wrong = _wrong_by_itself(deviations[key], deviations.get(source, scope), scope)
             scores = _scores_of(key, event, difference)
             if scores is not None and wrong.any():
-                rows = (values[wrong] for values in (difference.pairs[scores][0], *difference.pairs[key]))
+                rows = (
+                    values[wrong]
+                    for values in (difference.pairs[scores][0], *difference.pairs[key])
+                )
                 wrong[wrong] = margins(*rows) > TIMES_FLOOR * floor[scores]
             error, beyond = deviations[key]
             if beyond.any():
                 labels = order, event.maker, *key, key in difference.discrete
                 gain = gains(*(values[beyond] for values in difference.pairs[key]))
-                tensors.append((*labels, difference.positions[beyond], error[beyond], gain, wrong[beyond]))
+                tensors.append(
+                    (*labels, difference.positions[beyond], error[beyond], gain, wrong[beyond])
+                )
         for call in event.calls:
             for key in compared:
                 inside[call] = inside[call].join(deviations[key])
@@ -260,8 +298,14 @@ def _scores_of(key: Key, event: Event, difference: Difference) -> Key | None:
     """Return the scores by which integers were chosen: an output with more values, or None."""
     if key.role != "out" or key not in difference.discrete:
         return None
-    features = {item: difference.pairs[item][0].shape[1] for item in event.keys if item in difference.pairs}
-    wider = [item for item in features if item not in difference.discrete and features[item] > features[key]]
+    features = {
+        item: difference.pairs[item][0].shape[1] for item in event.keys if item in difference.pairs
+    }
+    wider = [
+        item
+        for item in features
+        if item not in difference.discrete and features[item] > features[key]
+    ]
     return max(wider, key=features.__getitem__, default=None)
 
 
@@ -275,5 +319,7 @@ def excuse_offset(difference: Difference, plan: Plan) -> bool:
         if source in offset and key in difference.errors:
             offset.add(key)
     for key in offset:
-        difference.errors[key] = np.where(np.isnan(difference.errors[key]), np.nan, difference.limit(key))
+        difference.errors[key] = np.where(
+            np.isnan(difference.errors[key]), np.nan, difference.limit(key)
+        )
     return bool(offset)

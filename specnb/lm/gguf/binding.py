@@ -29,9 +29,18 @@ ERROR = 4
 VOCAB_KINDS = {1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 
 FILE_TYPES = {
-    "f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 7, "q2_k": 10, "q3_k_m": 12,
-    "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32,
-}  # fmt: skip
+    "f32": 0,
+    "f16": 1,
+    "q4_0": 2,
+    "q4_1": 3,
+    "q8_0": 7,
+    "q2_k": 10,
+    "q3_k_m": 12,
+    "q4_k_m": 15,
+    "q5_k_m": 17,
+    "q6_k": 18,
+    "bf16": 32,
+}
 """Weight types that `requantize` can write, with llama.cpp's numbers (LLAMA_FTYPE_*)."""
 
 KV_TYPES = {"f32": (0, 0, 4), "f16": (1, 1, 2), "mixed": (30, 1, 2)}
@@ -94,7 +103,9 @@ class FileTokenizer:
         return tokenize(self.model, self.vocab, text, special=special)
 
 
-def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True) -> object:
+def open_model(
+    path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, repack: bool = True
+) -> object:
     """Open a file with a checked header (llama_model_load_from_file). Raises LoadError."""
     lib = load_library()
     params = lib.api.llama_model_default_params()
@@ -108,7 +119,9 @@ def open_model(path: Path, gpu_layers: int = 0, *, vocab_only: bool = False, rep
     return model
 
 
-def open_context(model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0) -> object:
+def open_context(
+    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0
+) -> object:
     """Create a context (llama_init_from_model) for one sequence of `n_ctx` tokens.
 
     Requests `planes` snapshots of a recurrent state, which some architectures do not support.
@@ -191,11 +204,15 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
         raise InputError(f"this text cannot be tokenized ({error}): correct it") from error
     if vocab.kind in ("spm", "rwkv"):
         unknown = [c for c in set(text) if c.encode() not in vocab.texts]
-        if missing := [c for c in unknown if not vocab.texts.issuperset(bytes([b]) for b in c.encode())]:
+        if missing := [
+            c for c in unknown if not vocab.texts.issuperset(bytes([b]) for b in c.encode())
+        ]:
             raise InputError(f"this tokenizer has no token for {missing[0]!r}: remove it")
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
-    n = api.llama_tokenize(api.llama_model_get_vocab(model), raw, len(raw), out, size, special, special)
+    n = api.llama_tokenize(
+        api.llama_model_get_vocab(model), raw, len(raw), out, size, special, special
+    )
     if n < 0:
         raise InputError(f"got a text of {size - 8} bytes that needs {-n} tokens: pass token ids")
     return list(out[:n])

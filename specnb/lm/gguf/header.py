@@ -19,7 +19,19 @@ from specnb.io import reading, regular_stat
 
 STRING = 8
 ARRAY = 9
-SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 """struct format of each fixed-width GGUF value type."""
 
 ARCHITECTURE = "general.architecture"

@@ -50,7 +50,13 @@ PADDINGS = {"": 1, ", single tokens fed as two": 2, ", forwards padded to at lea
 """Minimum number of tokens per forward pass, by padding mode, cheapest first."""
 ROOM = max(PADDINGS.values())
 """Extra context for padding, in tokens."""
-RECURRENT_KEYS = (".ssm.state_size", ".ssm.conv_kernel", ".wkv.head_size", ".shortconv.l_cache", ".kda.head_dim")
+RECURRENT_KEYS = (
+    ".ssm.state_size",
+    ".ssm.conv_kernel",
+    ".wkv.head_size",
+    ".shortconv.l_cache",
+    ".kda.head_dim",
+)
 """Suffixes of header keys of recurrent layers (`llama-arch.cpp`: LLM_KV_SSM_…, LLM_KV_WKV_…)."""
 PAST = 255
 """Tokens before the probe: at 256 the cache grows to 512 entries, and kernels may change."""
@@ -110,12 +116,18 @@ class Plan:
     def _planes(self, model: object) -> int:
         if self.rollback == "replay":
             remedy = "use ?backend=hf, or rollback=snapshots"
-            raise InputError(f"rollback=replay needs inputs that llama.cpp does not expose: {remedy}")
+            raise InputError(
+                f"rollback=replay needs inputs that llama.cpp does not expose: {remedy}"
+            )
         if self.rollback not in (AUTO, "snapshots") or not is_recurrent(model):
             return 0
         if self.depth > DEPTH and (binding.metadata(model, ARCHITECTURE) or "").startswith("lfm2"):
-            raise InputError(f"rollback_depth is {self.depth}, but llama.cpp fails on more than {DEPTH} for LFM2")
-        return min(self.depth, max(0, min(MAX_BATCH, self.room) - 2))  # more would fail a GGML_ASSERT
+            raise InputError(
+                f"rollback_depth is {self.depth}, but llama.cpp fails on more than {DEPTH} for LFM2"
+            )
+        return min(
+            self.depth, max(0, min(MAX_BATCH, self.room) - 2)
+        )  # more would fail a GGML_ASSERT
 
 
 class GgufModel(RewindableModel):
@@ -204,14 +216,21 @@ class GgufModel(RewindableModel):
             plan = plan.completed(model)
             planes = plan.affordable_planes(model, name)
             context = binding.open_context(
-                model, plan.room, plan.kv, plan.counts[-1], flash_attention=plan.flash, planes=planes
+                model,
+                plan.room,
+                plan.kv,
+                plan.counts[-1],
+                flash_attention=plan.flash,
+                planes=planes,
             )
             undo.callback(api.llama_free, context)
             opened = cls(model, context, name=name, caps=_capabilities(model, context, plan))
             undo.pop_all()  # `close` frees both
             undo.callback(opened.close)
             # 3. rollback, with the number of planes that llama.cpp created
-            recorders = {"snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))}
+            recorders = {
+                "snapshots": partial(PlaneRecorder, opened._engine, api.llama_n_rs_seq(context))
+            }
             opened._choose_rollback(recorders, plan.rollback)
             opened.caps = replace(opened.caps, rewind=opened.rollback.kind)
             # 4. certificate, and threads
@@ -246,7 +265,9 @@ class GgufModel(RewindableModel):
         self._engine.padding = PADDINGS[best]
         attention = "flash attention, " if self.caps.details["flash_attention"] else ""
         by = {"exact_by": f"{attention}weights not repacked{best}"} if widest.width else {}
-        self.caps = replace(self.caps, same_bits_up_to=widest.width, details={**self.caps.details, **by})
+        self.caps = replace(
+            self.caps, same_bits_up_to=widest.width, details={**self.caps.details, **by}
+        )
         return widest.any_threads
 
     def encode(self, text, *, special=True):
@@ -423,7 +444,9 @@ class LlamaEngine(Engine):
             raise EngineError(f"llama.cpp could not decode {place}: it returned {code}")
         if n_logits:
             # copy the rows: the next call overwrites llama.cpp's buffer
-            logits = np.ctypeslib.as_array(self._api.llama_get_logits(self._context), shape=(rows, self._vocab_size))
+            logits = np.ctypeslib.as_array(
+                self._api.llama_get_logits(self._context), shape=(rows, self._vocab_size)
+            )
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
         self.n_held += n
@@ -452,8 +475,13 @@ class LlamaEngine(Engine):
         with self.alone():
             size = self.state_bytes
             data = (ctypes.c_uint8 * size)()
-            if self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY) != size:
-                raise EngineError(f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)")
+            if (
+                self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY)
+                != size
+            ):
+                raise EngineError(
+                    f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)"
+                )
             return SavedBlob(self.n_held, size, data)
 
     def restore(self, saved: SavedBlob):
@@ -461,7 +489,12 @@ class LlamaEngine(Engine):
         # llama.cpp does not remove them, and the next decode returns wrong logits without an error.
         with self.alone():
             size = saved.nbytes
-            if self._api.llama_state_seq_set_data_ext(self._context, saved.data, size, 0, PARTIAL_ONLY) != size:
+            if (
+                self._api.llama_state_seq_set_data_ext(
+                    self._context, saved.data, size, 0, PARTIAL_ONLY
+                )
+                != size
+            ):
                 state = f"the recurrent state of {self.name} ({size} bytes)"
                 raise EngineError(f"llama.cpp could not restore {state}")
             self.crop(self.n_held - saved.n_tokens)

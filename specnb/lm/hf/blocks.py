@@ -52,7 +52,9 @@ class FileMatrix:
         if self.kind not in LAYOUTS:
             return round_rows(self.weights(rows), self.bits)
         n_bytes, split = LAYOUTS[self.kind]
-        codes, scales, offsets = split(torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes)))
+        codes, scales, offsets = split(
+            torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes))
+        )
         return Blocks(codes.flatten(1), scales.flatten(1), offsets.flatten(1))
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
@@ -91,7 +93,9 @@ class RoundedMatrix:
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         codes, scales, offsets = self.blocks(rows)
-        return (codes.unflatten(1, (scales.shape[1], -1)) * scales[..., None] + offsets[..., None]).flatten(1)
+        return (
+            codes.unflatten(1, (scales.shape[1], -1)) * scales[..., None] + offsets[..., None]
+        ).flatten(1)
 
 
 Matrix = FileMatrix | RoundedMatrix

@@ -50,8 +50,13 @@ BLOCK = 16
 
 def attends_to_all(config: PreTrainedConfig) -> bool:
     """Return whether all layers attend to all past tokens, without windows or chunks."""
-    kinds = {*(getattr(config, "layer_types", None) or ()), *(getattr(config, "attention_layers", None) or ())}
-    windowed = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    kinds = {
+        *(getattr(config, "layer_types", None) or ()),
+        *(getattr(config, "attention_layers", None) or ()),
+    }
+    windowed = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
     return kinds <= {"full_attention", "global"} and not windowed
 
 
@@ -88,7 +93,10 @@ def with_layers(
     part = copy(net)
     body = copy(net.model)
     config = copy(net.config)
-    body._modules = net.model._modules | {"layers": nn.ModuleList(layers), "norm": norm or net.model.norm}
+    body._modules = net.model._modules | {
+        "layers": nn.ModuleList(layers),
+        "norm": norm or net.model.norm,
+    }
     part._modules = net._modules | {"model": body, "lm_head": lm_head or net.lm_head}
     config.num_hidden_layers = len(layers)
     part.config = config
@@ -184,7 +192,13 @@ class Decoder:
         return [[block.shapes for block in self.blocks], self.head.shape, self.H, self.G, self.d]
 
     def decode(
-        self, x: Tensor, n_held: int, *, keep: int, tree: Tree | None = None, taps: Sequence[int] = ()
+        self,
+        x: Tensor,
+        n_held: int,
+        *,
+        keep: int,
+        tree: Tree | None = None,
+        taps: Sequence[int] = (),
     ) -> Decoded:
         """Run embeddings `x (n, D)` after `n_held` tokens; return the logits of the last `keep`.
 
@@ -253,7 +267,9 @@ class Decoder:
         calls, order = plan(depths, n_held, tree, self.H, self.G, pad, self.dtype)
         return partial(self._attend, n_held, calls, order)
 
-    def _plan_one_call(self, n: int, n_held: int, pad: int) -> Callable[[Tensor, int, Tensor], Tensor]:
+    def _plan_one_call(
+        self, n: int, n_held: int, pad: int
+    ) -> Callable[[Tensor, int, Tensor], Tensor]:
         """Return the attention function for a few tokens in one call, faster than `plan`."""
         G = self.G
         d = self.d
@@ -264,18 +280,24 @@ class Decoder:
         mask = mask_call(n, n_held, shared, size, self.dtype)
         n_keys = mask.shape[3]
         queries = torch.zeros(1, G, size, d, dtype=self.dtype)
-        filled = queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)  # (n, G, shared, d)
+        filled = (
+            queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)
+        )  # (n, G, shared, d)
         keys, values = (self.cache[:, part, None, :, :n_keys].unbind() for part in (0, 1))
 
         def attend(q: Tensor, layer: int, _new: Tensor) -> Tensor:
             filled.copy_(q.view(n, G, shared, d))
-            out = F.scaled_dot_product_attention(queries, keys[layer], values[layer], attn_mask=mask)
+            out = F.scaled_dot_product_attention(
+                queries, keys[layer], values[layer], attn_mask=mask
+            )
             out = out[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1).reshape(n, -1)
             return torch.cat([out[:1].expand(pad, -1), out]) if pad else out
 
         return attend
 
-    def _attend(self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, layer: int, new: Tensor) -> Tensor:
+    def _attend(
+        self, n_held: int, calls: list[Call], order: Tensor, q: Tensor, layer: int, new: Tensor
+    ) -> Tensor:
         """Return attention of `q (n, H, d)` in blocks of one size, `(rows, H d)` with padding."""
         kv = self.cache[layer]
         q = q.reshape(-1, self.d)
@@ -287,7 +309,11 @@ class Decoder:
                 kv[:, :, n_held : n_held + len(path)] = new.index_select(2, path)
             queries = q.index_select(0, rows).view(len(mask), self.G, -1, self.d)
             keys, values = kv[:, None, :, : mask.shape[-1]].expand(-1, len(mask), -1, -1, -1)
-            outs.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).view(-1, self.d))
+            outs.append(
+                F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask).view(
+                    -1, self.d
+                )
+            )
         if calls[0].path is not None:
             kv[:, :, n_held : n_held + new.shape[2]] = new
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -362,7 +388,13 @@ def call_size(shared: int) -> int:
 
 
 def plan(
-    depths: Sequence[int], n_held: int, tree: Tree | None, H: int, G: int, pad: int, dtype: torch.dtype
+    depths: Sequence[int],
+    n_held: int,
+    tree: Tree | None,
+    H: int,
+    G: int,
+    pad: int,
+    dtype: torch.dtype,
 ) -> tuple[list[Call], Tensor]:
     """Return the attention calls, and the index of each query `(pad + n, H)` in their outputs.
 
@@ -389,7 +421,9 @@ def plan(
             token = token.clip(max=len(rows) - 1)
             queries = rows[token][:, None] * H + heads  # (calls, G, size)
             hidden = torch.from_numpy(np.arange(keys) > visible[token][:, None, :, None])
-            calls.append(Call(path, torch.from_numpy(queries.ravel()), additive_mask(hidden, dtype)))
+            calls.append(
+                Call(path, torch.from_numpy(queries.ravel()), additive_mask(hidden, dtype))
+            )
             place[queries.ravel()] = base + np.arange(queries.size)
             base += queries.size
     return calls, torch.from_numpy(np.concatenate([place[:H]] * pad + [place]))

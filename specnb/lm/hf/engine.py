@@ -16,7 +16,11 @@ import torch
 from torch.nn.functional import pad
 from torch.nn.modules.module import register_module_forward_hook
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from specnb.errors import InputError, LoadError
 from specnb.lm.hf.decoder import Decoder, additive_mask, attends_to_all
@@ -82,7 +86,9 @@ CROPPABLE = (DynamicLayer, DynamicSlidingWindowLayer)
 def new_cache(model: PreTrainedModel) -> Cache:
     """Return an empty cache for `model`. It holds all positions; masks apply sliding windows."""
     layers = DynamicCache(config=model.config).layers
-    return Cache(layers=[KeptPastLayer() if type(layer) in CROPPABLE else layer for layer in layers])
+    return Cache(
+        layers=[KeptPastLayer() if type(layer) in CROPPABLE else layer for layer in layers]
+    )
 
 
 def uncroppable(model: PreTrainedModel) -> str:
@@ -97,7 +103,9 @@ def uncroppable(model: PreTrainedModel) -> str:
 def recurrent_layers(cache: Cache) -> Iterator[tuple[int, LinearAttentionCacheLayerMixin]]:
     """Yield the index and layer of all recurrent and convolution states that are not empty."""
     for index, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin) and any(layer.has_previous_state.values()):
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and any(
+            layer.has_previous_state.values()
+        ):
             yield index, layer
 
 
@@ -113,7 +121,9 @@ class SavedState(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        tensors = (t for conv, states in self.layers.values() for t in (*conv.values(), *states.values()))
+        tensors = (
+            t for conv, states in self.layers.values() for t in (*conv.values(), *states.values())
+        )
         return sum(t.nbytes for t in tensors if t is not None)
 
     def put_back(self, cache: Cache) -> None:
@@ -149,7 +159,10 @@ def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
         return f"trees need rollback=crop, but the rollback strategy of this model is {rollback}"
     if not attends_to_all(config):
         return f"{name} has layers that attend to a window of the past, by index instead of depth"
-    if getattr(config, "alibi", False) or "position_ids" not in inspect.signature(model.forward).parameters:
+    if (
+        getattr(config, "alibi", False)
+        or "position_ids" not in inspect.signature(model.forward).parameters
+    ):
         return f"{name} takes the positions of tokens from their index in the cache, not from position_ids"
     if attention not in MASKED:
         return f"its attention ({attention}) accepts no tree mask: use {' or '.join(MASKED)}"
@@ -170,7 +183,9 @@ def final_norm(net: PreTrainedModel) -> torch.nn.Module:
     """Return the norm between the last layer and lm_head. Raises InputError unless it is unique."""
     width = net.get_output_embeddings().weight.shape[1]
     children = net.get_decoder().named_children()
-    norms = {n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)}
+    norms = {
+        n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)
+    }
     if len(norms) != 1:
         candidates = f"{len(norms)} norms before lm_head ({', '.join(norms)})"
         raise InputError(f"{type(net).__name__} has {candidates}, expected 1")
@@ -312,7 +327,11 @@ class TorchEngine(Engine):
 
         def hook(module, _inputs, output):
             first = output[0] if isinstance(output, tuple) and output else output
-            if module in names and isinstance(first, torch.Tensor) and not torch.isfinite(first).all():
+            if (
+                module in names
+                and isinstance(first, torch.Tensor)
+                and not torch.isfinite(first).all()
+            ):
                 nonfinite.append(names[module])
 
         with register_module_forward_hook(hook):

@@ -54,7 +54,9 @@ from specnb.lm.vocab import (
 )
 from specnb.machine import require_memory
 
-SINGLE_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
+SINGLE_DIGITS = frozenset(
+    {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+)
 """Pre-tokenizers (`tokenizer.ggml.pre`) that split all digits; transformers 5.23 does not."""
 
 ARCHITECTURES = {"llama": MODEL_ARCH.LLAMA, "qwen2": MODEL_ARCH.QWEN2, "qwen3": MODEL_ARCH.QWEN3}
@@ -67,8 +69,16 @@ CONVERSION = 1
 DIFFERS = "specnb.json"
 """File in the folder that lists the PROBES on which the tokenizers differ."""
 
-PROBES = ("a).\n\n1. b", "x = 1234\n    y", "  two  spaces ", "naïve 日本語 🙂\t\t{};", "<|im_start|>user\nhi")
-TOKENIZER_FILES = frozenset({"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"})
+PROBES = (
+    "a).\n\n1. b",
+    "x = 1234\n    y",
+    "  two  spaces ",
+    "naïve 日本語 🙂\t\t{};",
+    "<|im_start|>user\nhi",
+)
+TOKENIZER_FILES = frozenset(
+    {"tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt"}
+)
 
 
 def load_network(
@@ -79,7 +89,11 @@ def load_network(
     Raises LoadError, MemoryShortError, InputError (n_ctx, device).
     """
     # repository code is never executed: without an explicit False, transformers asks the user
-    options = {"pretrained_model_name_or_path": source, "revision": revision, "trust_remote_code": False}
+    options = {
+        "pretrained_model_name_or_path": source,
+        "revision": revision,
+        "trust_remote_code": False,
+    }
     folder = Path(source)
     try:
         config = AutoConfig.from_pretrained(**options)
@@ -90,7 +104,10 @@ def load_network(
             return model, None
         try:
             if file := cached_file(
-                source, "tokenizer.json", revision=revision, _raise_exceptions_for_missing_entries=False
+                source,
+                "tokenizer.json",
+                revision=revision,
+                _raise_exceptions_for_missing_entries=False,
             ):
                 read_tokenizer(Path(file))
             with tokenizing(source):
@@ -102,7 +119,12 @@ def load_network(
 
 
 def load_int4(
-    source: str, *, device: str = "cpu", n_ctx: int = 0, revision: str = "main", coarse: bool = False
+    source: str,
+    *,
+    device: str = "cpu",
+    n_ctx: int = 0,
+    revision: str = "main",
+    coarse: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a GGUF file with matrices in 4- and 8-bit blocks, or round those of a folder or hub id.
 
@@ -117,7 +139,9 @@ def load_int4(
         try:
             config = AutoConfig.from_pretrained(folder)
             n_bytes = sum(map(size_of, gguf_parts(file)))
-            require_memory(n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source)
+            require_memory(
+                n_bytes, _state_bytes(config, torch.bfloat16, n_ctx, source), name=source
+            )
             net = blocks_network(file, config, most_bits=4 if coarse else 8)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             net.generation_config = GenerationConfig.from_pretrained(folder)
@@ -136,7 +160,9 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
 
     Raises InputError like `read_header` and for other architectures; LoadError for missing tensors.
     """
-    headers = {name: header for header in map(read_header, gguf_parts(file)) for name in header.shapes}
+    headers = {
+        name: header for header in map(read_header, gguf_parts(file)) for name in header.shapes
+    }
     architecture = next(iter(headers.values())).get(ARCHITECTURE, str)
     if architecture not in ARCHITECTURES:
         expected = f"expected {', '.join(ARCHITECTURES)} for dtype=int4: use dtype=bfloat16"
@@ -168,8 +194,12 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
             continue
         parent, _, child = module_name.rpartition(".")
         order = None
-        if architecture == "llama" and child in heads:  # llama.cpp rotates neighbors, transformers halves
-            order = np.arange(len(module.weight)).reshape(heads[child], -1, 2).swapaxes(1, 2).ravel()
+        if (
+            architecture == "llama" and child in heads
+        ):  # llama.cpp rotates neighbors, transformers halves
+            order = (
+                np.arange(len(module.weight)).reshape(heads[child], -1, 2).swapaxes(1, 2).ravel()
+            )
         weight, bias = (read(module_name, part, order) for part in ("weight", "bias"))
         bias = None if bias is None else bias.weights(slice(None)).flatten()
         if isinstance(module, nn.Embedding):
@@ -205,7 +235,9 @@ def _state_bytes(config: PretrainedConfig, dtype: torch.dtype, n_ctx: int, name:
     return kv_bytes(n_layers, kv_heads, head_dim, context(config, n_ctx, name), dtype.itemsize)
 
 
-def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str) -> None:
+def _check_memory(
+    config: PretrainedConfig, dtype: torch.dtype, device: str, n_ctx: int, name: str
+) -> None:
     state = _state_bytes(config, dtype, n_ctx, name)
     with torch.device("meta"):  # shapes without memory
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
@@ -214,7 +246,9 @@ def _check_memory(config: PretrainedConfig, dtype: torch.dtype, device: str, n_c
 
 
 def tokenizer_vocabulary(
-    tokenizer: PreTrainedTokenizerBase | None, config: PretrainedConfig, generation: GenerationConfig | None
+    tokenizer: PreTrainedTokenizerBase | None,
+    config: PretrainedConfig,
+    generation: GenerationConfig | None,
 ) -> Vocabulary:
     """Return the vocabulary of ids 0..vocab_size-1; padding rows have the piece b"".
 
@@ -259,7 +293,9 @@ def dequantize_once(gguf: Path, *, weights: bool = True) -> Path:
     folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
     make_once(folder, partial(dequantize, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
-        why = f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
+        why = (
+            f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
+        )
         remedy = "prompts will differ between engines; pass token ids to compare them"
         warnings.warn(f"{why}: {remedy}", stacklevel=2)
     return folder
@@ -304,7 +340,9 @@ def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
 class ArrayReader(gguf_package.GGUFReader):
     """gguf's reader with an ndarray instead of a memmap, whose 100,000 slices would be slow."""
 
-    data = property(lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file)))
+    data = property(
+        lambda self: self._array, lambda self, file: setattr(self, "_array", np.asarray(file))
+    )
 
 
 def _complete(gguf: Path, model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -333,7 +371,9 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
     # tensors of another shape are listed in the report
     options |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     model, report = AutoModelForCausalLM.from_pretrained(**options)
-    if missing := sorted(report["missing_keys"]) + sorted(key for key, *_shapes in report["mismatched_keys"]):
+    if missing := sorted(report["missing_keys"]) + sorted(
+        key for key, *_shapes in report["mismatched_keys"]
+    ):
         lack = f"{name!r} lacks {len(missing)} weights of its config, or their shapes differ"
         raise LoadError(f"{lack} (first {missing[0]}): download it again, with its config.json")
     return model

@@ -127,7 +127,9 @@ class PackedPart:
                 rounded = torch.cat([16 * rounded, rounded], 1)
                 zeros = torch.cat([torch.zeros_like(zeros), zeros], 1)
             self.packed[rows] = torch._convert_weight_to_int4pack_for_cpu(codes, 1)
-            self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(0, 1)
+            self.scales_and_zeros[:, rows] = torch.stack([rounded, zeros.bfloat16()], -1).transpose(
+                0, 1
+            )
         for layer in layers:
             layer.matrix.forget()
         self.bias = joined_bias(layers)
@@ -194,18 +196,29 @@ def _test_speed(wide: str) -> dict[str, bool]:
             for product in candidates[name]:
                 product(x)
             taken_s[name, rows].append(perf_counter() - start_s)
-    return {"fastest": all(median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4))}
+    return {
+        "fastest": all(
+            median(taken_s["int4", rows]) <= median(taken_s[wide, rows]) for rows in (1, 4)
+        )
+    }
 
 
 def fits(module: nn.Module) -> bool:
     """Return whether the kernel supports the shape of a linear layer."""
-    return type(module) is nn.Linear and not (module.in_features % GROUP or module.out_features % OUTPUTS)
+    return type(module) is nn.Linear and not (
+        module.in_features % GROUP or module.out_features % OUTPUTS
+    )
 
 
 def dense_copy(module: nn.Module) -> nn.Module:
     """Return a trainable copy of a module, with dequantized weights and without hooks."""
     if isinstance(module, BlockLinear):
-        dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=torch.bfloat16)
+        dense = nn.Linear(
+            module.in_features,
+            module.out_features,
+            bias=module.bias is not None,
+            dtype=torch.bfloat16,
+        )
         dense.load_state_dict(module.state_dict() | {"weight": module.weight})
         return dense
     dense = copy(module)
@@ -215,9 +228,14 @@ def dense_copy(module: nn.Module) -> nn.Module:
     dense._forward_pre_hooks = OrderedDict()
     vars(dense).pop("_output_capturing_hooks_installed", None)
     dense._buffers = dict(module._buffers)
-    dense._parameters = {name: deepcopy(parameter) for name, parameter in module._parameters.items()}
+    dense._parameters = {
+        name: deepcopy(parameter) for name, parameter in module._parameters.items()
+    }
     # not named_children(), which names a module that occurs twice only once
-    dense._modules = {name: None if child is None else dense_copy(child) for name, child in module._modules.items()}
+    dense._modules = {
+        name: None if child is None else dense_copy(child)
+        for name, child in module._modules.items()
+    }
     return dense
 
 

@@ -25,7 +25,15 @@ from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_
 from specnb.lm.hf.int4 import BlockLinear
 from specnb.lm.hf.product import pack
 from specnb.lm.probe import certified, probe_steps, probe_trees
-from specnb.lm.rollback import AUTO, DEPTH, Recompute, Recorder, RewindableModel, RollbackDepth, RollbackKind
+from specnb.lm.rollback import (
+    AUTO,
+    DEPTH,
+    Recompute,
+    Recorder,
+    RewindableModel,
+    RollbackDepth,
+    RollbackKind,
+)
 from specnb.lm.vocab import tokenizing
 from specnb.machine import require_memory, thread_counts
 
@@ -99,7 +107,9 @@ class HfModel(RewindableModel, TreeModel):
                 "threads": torch.get_num_threads(),
                 "packed": packed,
                 "decoder": f"transformers: {no_decoder}" if no_decoder else "specnb",
-                "attention": config._attn_implementation if no_decoder else "blocks of 4 to 16 rows",
+                "attention": config._attn_implementation
+                if no_decoder
+                else "blocks of 4 to 16 rows",
             },
         )
         # 2. Find how tokens must be fed, and an exact rollback.
@@ -108,11 +118,14 @@ class HfModel(RewindableModel, TreeModel):
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
-                kind: partial(_recorder, kind, self._engine, rollback_depth) for kind in ("replay", "snapshots")
+                kind: partial(_recorder, kind, self._engine, rollback_depth)
+                for kind in ("replay", "snapshots")
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
         # 3. Check trees; our own forward pass supports them.
-        no_trees = (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
+        no_trees = (
+            (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
+        )
         details = dict(self.caps.details)
         if steps in STEPS:
             details["steps"] = STEPS[steps]
@@ -268,7 +281,9 @@ class HfModel(RewindableModel, TreeModel):
             remedy = "add it to the folder, or pass token ids"
             raise InputError(f"{self.name} has no tokenizer: {remedy}")
         with tokenizing(text):
-            return self._tokenizer(text, add_special_tokens=special, split_special_tokens=not special).input_ids
+            return self._tokenizer(
+                text, add_special_tokens=special, split_special_tokens=not special
+            ).input_ids
 
     def close(self):
         if self.rollback:
@@ -288,17 +303,29 @@ class HfModel(RewindableModel, TreeModel):
         """
         engine = self._engine
         decoder = engine.decoder
-        facts = {"engine": f"torch {torch.__version__}", "dtype": self.caps.dtype, **self.caps.details}
+        facts = {
+            "engine": f"torch {torch.__version__}",
+            "dtype": self.caps.dtype,
+            **self.caps.details,
+        }
         if decoder.rows == 1:  # long passes of int4 are slow: probe a few layers only
             engine.decoder = decoder.sample()
         try:
-            certificate = certified(self, counts, engine.set_threads, shapes=engine.decoder.shapes, **facts)
+            certificate = certified(
+                self, counts, engine.set_threads, shapes=engine.decoder.shapes, **facts
+            )
         finally:
             engine.decoder = decoder
-        rule = {"exact_by": f"packed weights, at least {ROWS} rows"} if self.caps.details["packed"] else {}
+        rule = (
+            {"exact_by": f"packed weights, at least {ROWS} rows"}
+            if self.caps.details["packed"]
+            else {}
+        )
         if decoder.rows == 1:
             rule = {"exact_by": "the int4 kernel"}
-        self.caps = replace(self.caps, same_bits_up_to=certificate.width, details=self.caps.details | rule)
+        self.caps = replace(
+            self.caps, same_bits_up_to=certificate.width, details=self.caps.details | rule
+        )
         return certificate.any_threads
 
     def _require_room(self, depth: int, kind: str) -> None:

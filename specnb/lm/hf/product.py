@@ -47,7 +47,9 @@ class Product:
         self.bias = joined_bias(layers)
         self.packed = packed
         self.shape = (*weight.shape, str(weight.dtype))
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if packed else weight
+        self.weight = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR) if packed else weight
+        )
 
     def __call__(self, x: Tensor, activation: str = "none") -> Tensor:
         """Return the product, or its SiLU if `activation` is "swish"."""
@@ -63,7 +65,9 @@ class Product:
         return self._combine(x, other, "mul") if self.packed else self(x) * other
 
     def _combine(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.binary(x, other, self.weight, self.bias, operation)
+        return torch.ops.mkldnn._linear_pointwise.binary(
+            x, other, self.weight, self.bias, operation
+        )
 
 
 class GatedProduct:

@@ -104,7 +104,9 @@ class TorchRecorder(Recorder):
                 if window is not None:
                     layer.conv_states[i] = window[..., : conv[i].shape[-1] + n_kept]
             if states[0] is not None:
-                layer.recurrent_states[0].copy_(self._state_at(index, states[0], n_kept) if n_kept else states[0])
+                layer.recurrent_states[0].copy_(
+                    self._state_at(index, states[0], n_kept) if n_kept else states[0]
+                )
         self._engine.crop(n)
         self._forget_from(n_kept)
 
@@ -141,14 +143,22 @@ class ActivationRecorder(TorchRecorder):
     def _wrap_delta(self, index: int, run_block: Callable, run_step: Callable) -> list[Callable]:
         def recorded(query, key, value, g, beta, initial_state=None, **options):
             self._record(index, DeltaInputs(key, value, g, beta))
-            self._options[index] = {"use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)}
-            run = run_step if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO else run_block
+            self._options[index] = {
+                "use_qk_l2norm_in_kernel": options.get("use_qk_l2norm_in_kernel", False)
+            }
+            run = (
+                run_step
+                if initial_state is not None and key.shape[1] <= STEPWISE_UP_TO
+                else run_block
+            )
             return run(query, key, value, g=g, beta=beta, initial_state=initial_state, **options)
 
         def replay(state, inputs):
             k, v, g, beta = inputs  # any query will do: it does not change the state
             options = self._options[index]
-            return run_step(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)[1]
+            return run_step(
+                k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options
+            )[1]
 
         self._replays[index] = replay
         return [recorded, recorded]
@@ -165,7 +175,11 @@ class ActivationRecorder(TorchRecorder):
             return run_step(state, x, dt, A, B, *rest, **options)
 
         def replay(state, inputs):
-            options = self._options[index] | {"initial_states": state, "return_final_states": True, "D": None}
+            options = self._options[index] | {
+                "initial_states": state,
+                "return_final_states": True,
+                "D": None,
+            }
             return run_block(inputs.x, inputs.dt, B=inputs.B, C=inputs.B, **options)[1]
 
         self._replays[index] = replay
@@ -208,7 +222,10 @@ class StateRecorder(TorchRecorder):
             outs = []
             for token in hidden_states.split(1, dim=1):
                 outs.append(forward(token, *args, **kwargs))
-                if self.recording and (state := self._engine.cache.layers[index].recurrent_states[0]) is not None:
+                if (
+                    self.recording
+                    and (state := self._engine.cache.layers[index].recurrent_states[0]) is not None
+                ):
                     self._states[index].append(state.clone())
             return torch.cat(outs, dim=1)
 

@@ -49,10 +49,15 @@ def controlled(subject: Subject, name: str) -> list[dict[str, Any]]:
     """Return the rows of one control."""
     ran = CONTROLS[name](subject)
     told = [ran.told, *others(ran.run, ran.lab)]
-    return [subject.row("control", name, expected=NOTHING, expected_cause="PRECISION_ONLY", **one) for one in told]
+    return [
+        subject.row("control", name, expected=NOTHING, expected_cause="PRECISION_ONLY", **one)
+        for one in told
+    ]
 
 
-def _judged(lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")) -> Ran:
+def _judged(
+    lab: Lab, deploy: Deploy | None = None, setups: Sequence[str] | None = ("S0", "S3")
+) -> Ran:
     found = judge_service(lab, deploy=deploy, setups=setups)
     same_script = [one for one in found.outcomes.values() if not one.setup.in_blocks]
     return Ran(lab_row(found), same_script[-1].run, lab)
@@ -115,9 +120,12 @@ class _Rows(nn.Module):
 def _first_row(trace: ModuleTrace) -> ModuleTrace:
     """Return the first row of each tensor: of (batch, …) or (batch * length, …)."""
     first = {
-        digest: value[: max(1, len(value) // ROWS)] if value.ndim else value for digest, value in trace.arrays.items()
+        digest: value[: max(1, len(value) // ROWS)] if value.ndim else value
+        for digest, value in trace.arrays.items()
     }
-    tensors = trace.tensors.assign(shape=[first[digest].shape for digest in trace.tensors["digest"]])
+    tensors = trace.tensors.assign(
+        shape=[first[digest].shape for digest in trace.tensors["digest"]]
+    )
     return replace(trace, arrays=first, tensors=tensors)
 
 
@@ -190,12 +198,16 @@ def paged(first_slot: int) -> Deploy:
 
     As with a paged cache, attention gets them gathered by position: the slots must not matter.
     """
-    return lambda draft, neighbour: all_run(dict(find(draft)["attention"]).values(), lambda _: _from_slots(first_slot))
+    return lambda draft, neighbour: all_run(
+        dict(find(draft)["attention"]).values(), lambda _: _from_slots(first_slot)
+    )
 
 
 def _in_other_dtype(linear: nn.Linear) -> Around:
     other = torch.bfloat16 if linear.weight.dtype == torch.float32 else torch.float32
-    weights = [None if one is None else one.detach().to(other) for one in (linear.weight, linear.bias)]
+    weights = [
+        None if one is None else one.detach().to(other) for one in (linear.weight, linear.bias)
+    ]
 
     def run(original: Any, states: torch.Tensor) -> torch.Tensor:
         return functional.linear(states.to(other), *weights).to(states.dtype)
@@ -224,7 +236,9 @@ def _gathered(rows: torch.Tensor, first_slot: int) -> torch.Tensor:
     positions = torch.arange(rows.shape[-2])
     last_block = first_slot // BLOCK_SIZE + int(positions[-1]) // BLOCK_SIZE
     slots = (last_block - positions // BLOCK_SIZE) * BLOCK_SIZE + positions % BLOCK_SIZE
-    pool = torch.full((*rows.shape[:2], POOL_BLOCKS * BLOCK_SIZE, rows.shape[-1]), float("nan"), dtype=rows.dtype)
+    pool = torch.full(
+        (*rows.shape[:2], POOL_BLOCKS * BLOCK_SIZE, rows.shape[-1]), float("nan"), dtype=rows.dtype
+    )
     pool[:, :, slots] = rows
     return pool[:, :, slots]
 
@@ -252,7 +266,9 @@ CONTROLS: Mapping[str, Control] = MappingProxyType(
         "experts in batched products": _served(experts_run("batched_mm")),
         "experts in grouped products": _served(experts_run("grouped_mm")),
         # no forward pass reads it
-        "other temperature": _served(lambda draft, _: swapped(draft.generation_config, "temperature", 0.3)),
+        "other temperature": _served(
+            lambda draft, _: swapped(draft.generation_config, "temperature", 0.3)
+        ),
         "renamed modules": _renamed,
         "exact ties": _ties,
         "against float32": _against_float32,

@@ -104,10 +104,13 @@ def permute_experts(fault: PlantedFault, *, seed: int) -> Planting:
     ring = torch.randperm(n_experts, generator=torch.Generator().manual_seed(seed))
     order = torch.empty_like(ring)
     order[ring] = ring.roll(1)  # one cycle through all of them: none stays in place
-    return change_values({
-        weight: weight.detach()[order.to(weight.device)]
-        for weight in fault.module.parameters(recurse=False) if len(weight) == n_experts
-    })  # fmt: skip
+    return change_values(
+        {
+            weight: weight.detach()[order.to(weight.device)]
+            for weight in fault.module.parameters(recurse=False)
+            if len(weight) == n_experts
+        }
+    )
 
 
 def draw_head(fault: PlantedFault, *, seed: int) -> Planting:
@@ -164,7 +167,10 @@ def crop_wrongly(fault: PlantedFault, *, rows: int) -> Planting:
         out = original(**arguments)
         last = getattr(out, "past_key_values", None)
         if last is not None:  # growing caches make new tensors: keeping the old ones costs no copy
-            before, states = last.get_seq_length(), [(layer.keys, layer.values) for layer in last.layers]
+            before, states = (
+                last.get_seq_length(),
+                [(layer.keys, layer.values) for layer in last.layers],
+            )
         return out
 
     return replace_forward(model, run)

@@ -62,11 +62,19 @@ class GridCase:
         return RecordedFault(FAULTS[self.fault], **layer, **self.options)
 
 
-def cases(script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]) -> list[GridCase]:
+def cases(
+    script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]
+) -> list[GridCase]:
     """Return all cases of these faults and a text."""
     return [
         # The options of a case do not depend on the other cases.
-        GridCase(name, layer, _options(name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])))
+        GridCase(
+            name,
+            layer,
+            _options(
+                name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])
+            ),
+        )
         for name in faults
         for layer in _layers(name, layers)
     ]
@@ -104,9 +112,21 @@ class Subject:
     def row(self, kind: str, name: str, layer: int | None = None, **more: Any) -> dict[str, Any]:
         """Return a row; missing columns get the values of a tool that names nothing."""
         shared = {"kind": kind, "name": name, "layer": -1 if layer is None else layer}
-        empty = {"tool": LAB, "against": "", "verdict": "", "structural": False, "module": NOTHING,
-                 "expected": NOTHING, "position": -1, "token": False, "exact": False, "cause": NOTHING,
-                 "expected_cause": NOTHING, "rank": 0, "seconds": 0.0}  # fmt: skip
+        empty = {
+            "tool": LAB,
+            "against": "",
+            "verdict": "",
+            "structural": False,
+            "module": NOTHING,
+            "expected": NOTHING,
+            "position": -1,
+            "token": False,
+            "exact": False,
+            "cause": NOTHING,
+            "expected_cause": NOTHING,
+            "rank": 0,
+            "seconds": 0.0,
+        }
         return shared | {"dtype": self.dtype, "seed": self.seed} | empty | more
 
 
@@ -118,10 +138,17 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     # The first entry: in later set-ups the target may never run.
     fault = next(fault for fault in service.entered if fault.target is subject.pair.target)
     if FAULTS[case.fault].waits and not fault.struck:
-        raise InputError(f"{case.says} never acted: choose a script in which what it waits for happens")
+        raise InputError(
+            f"{case.says} never acted: choose a script in which what it waits for happens"
+        )
     outcome = found.outcomes[BESIDE]
-    if all(one.equal(other) for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)):
-        raise InputError(f"{case.says} changed no bit of the logits in {subject.dtype}, seed {subject.seed}")
+    if all(
+        one.equal(other)
+        for one, other in zip(outcome.logits, subject.lab.sound_logits[0], strict=True)
+    ):
+        raise InputError(
+            f"{case.says} changed no bit of the logits in {subject.dtype}, seed {subject.seed}"
+        )
     is_fault = fault.first is not None
     kind = "fault" if is_fault else "control"
     tools = [lab_row(found) | {"seconds": seconds, "rank": _rank(found, fault.cause)}]
@@ -137,10 +164,16 @@ def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
 def lab_row(found: Investigation) -> dict[str, Any]:
     """Return what an investigation named."""
     first = found.first
-    named = {} if first is None else {
-        "module": first.module, "position": first.first_token, "cause": found.causes[0].name
-    }  # fmt: skip
-    return {"tool": LAB, "verdict": found.verdict, "structural": found.verdict == "DIVERGENT"} | named
+    named = (
+        {}
+        if first is None
+        else {"module": first.module, "position": first.first_token, "cause": found.causes[0].name}
+    )
+    return {
+        "tool": LAB,
+        "verdict": found.verdict,
+        "structural": found.verdict == "DIVERGENT",
+    } | named
 
 
 def others(run: Alignment, lab: Lab) -> Iterator[dict[str, Any]]:

@@ -27,14 +27,25 @@ def score_figure(document: dict) -> go.Figure:
     names = table["tool"].where(table["tool"] == LAB, table["tool"] + ", " + table["against"])
     shares = {"module": "the module itself", "near": "or a part that it holds"}
     figure = px.bar(
-        table.assign(tool=names).rename(columns=shares), x=[*shares.values()], y="tool", orientation="h",
-        barmode="group", template=template(), title="How often each tool, at its best, names the right module",
-    )  # fmt: skip
+        table.assign(tool=names).rename(columns=shares),
+        x=[*shares.values()],
+        y="tool",
+        orientation="h",
+        barmode="group",
+        template=template(),
+        title="How often each tool, at its best, names the right module",
+    )
     above, below = table["module_high"] - table["module"], table["module"] - table["module_low"]
     figure.data[0].update(
-        error_x_array=above, error_x_arrayminus=below, texttemplate="%{x:.0%}", insidetextanchor="start", textangle=0
+        error_x_array=above,
+        error_x_arrayminus=below,
+        texttemplate="%{x:.0%}",
+        insidetextanchor="start",
+        textangle=0,
     )
-    figure.update_xaxes(title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%")
+    figure.update_xaxes(
+        title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%"
+    )
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(height=190 + 40 * len(table), legend_title_text="")
 
@@ -43,6 +54,8 @@ if __name__ == "__main__":
     document = read_json(SCORE)
     ran, provenance = document["facts"]["ran"], document["facts"]["provenance"]
     when = datetime.fromisoformat(provenance["utc"])
-    record = RunRecord(run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when)
+    record = RunRecord(
+        run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when
+    )
     save(record)
     publish(score_figure(document), NAME, record, table=pd.DataFrame(document["by_tool"]))

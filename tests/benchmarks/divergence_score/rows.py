@@ -10,9 +10,25 @@ from specnb.measure.triage import Share
 NOTHING = "-"
 """Stands for no module; the model itself is the empty path."""
 COLUMNS = [
-    "kind", "name", "layer", "dtype", "seed", "tool", "against", "verdict", "structural", "module", "expected",
-    "position", "token", "exact", "cause", "expected_cause", "rank", "seconds",
-]  # fmt: skip
+    "kind",
+    "name",
+    "layer",
+    "dtype",
+    "seed",
+    "tool",
+    "against",
+    "verdict",
+    "structural",
+    "module",
+    "expected",
+    "position",
+    "token",
+    "exact",
+    "cause",
+    "expected_cause",
+    "rank",
+    "seconds",
+]
 """`kind`: fault or control. `layer` -1: none. `against`: what the tool compared with. `structural`:
 the tool named a `module` (right is `expected`) at a `position` (-1: none). `token`: the fault makes
 that position wrong; `exact`: it is the first such position. `rank`: rank of the right cause (0: not
@@ -21,7 +37,10 @@ ranked)."""
 
 def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
     """Return the runs of `rows` in which a tool named something else than in `stored`, with both."""
-    run, named = ["kind", "name", "layer", "dtype", "seed"], ["verdict", "module", "position", "cause", "rank"]
+    run, named = (
+        ["kind", "name", "layer", "dtype", "seed"],
+        ["verdict", "module", "position", "cause", "rank"],
+    )
     now, before = (table[table["tool"] == tool].set_index(run)[named] for table in (rows, stored))
     both = now.join(before, rsuffix=" before", how="left")
     return both[(now != before.reindex(now.index)).any(axis=1)]
@@ -35,7 +54,9 @@ def right(rows: pd.DataFrame) -> pd.Series:
 def near(rows: pd.DataFrame) -> pd.Series:
     """Tell whether that module, or a direct child of it, was named."""
     holder = rows["module"].str.replace(r"\.?[^.]*$", "", regex=True)
-    return right(rows) | (rows["structural"] & (holder == rows["expected"]) & (rows["module"] != NOTHING))
+    return right(rows) | (
+        rows["structural"] & (holder == rows["expected"]) & (rows["module"] != NOTHING)
+    )
 
 
 def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
@@ -45,10 +66,17 @@ def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     `_high`. Tools that name no tokens or causes have 0 there.
     """
     faults = rows[rows["kind"] == "fault"]
-    hits = {"module": right(faults), "near": near(faults), "token": faults["token"], "exact": faults["exact"],
-            "cause": faults["structural"] & (faults["rank"] == 1)}  # fmt: skip
+    hits = {
+        "module": right(faults),
+        "near": near(faults),
+        "token": faults["token"],
+        "exact": faults["exact"],
+        "cause": faults["structural"] & (faults["rank"] == 1),
+    }
     found = []
-    for values, part in faults.assign(**{f"hit_{name}": hit for name, hit in hits.items()}).groupby(by, sort=False):
+    for values, part in faults.assign(**{f"hit_{name}": hit for name, hit in hits.items()}).groupby(
+        by, sort=False
+    ):
         row = dict(zip(by, values, strict=True)) | {"n": len(part)}
         for name in hits:
             share = Share.of(int(part[f"hit_{name}"].sum()), len(part))
@@ -71,6 +99,17 @@ def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     for values, part in controls.groupby(by, sort=False):
         changed = part[part["same"].isna()]
         share = Share.of(int(changed["structural"].sum()), len(changed))
-        counted = {"controls": share.n, "alarms": share.hits, "alarm": share.rate, "same_bits": len(part) - share.n}
-        found.append(dict(zip(by, values, strict=True)) | counted | {"alarm_low": share.low, "alarm_high": share.high})
-    return pd.DataFrame(found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high", "same_bits"])
+        counted = {
+            "controls": share.n,
+            "alarms": share.hits,
+            "alarm": share.rate,
+            "same_bits": len(part) - share.n,
+        }
+        found.append(
+            dict(zip(by, values, strict=True))
+            | counted
+            | {"alarm_low": share.low, "alarm_high": share.high}
+        )
+    return pd.DataFrame(
+        found, columns=[*by, "controls", "alarms", "alarm", "alarm_low", "alarm_high", "same_bits"]
+    )

@@ -74,13 +74,17 @@ class Score:
 
     def document(self) -> dict[str, Any]:
         """Return a JSON document of the tables and facts, which `picture` reads."""
-        tables = {name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES}
+        tables = {
+            name: json.loads(getattr(self, name)().to_json(orient="records")) for name in TABLES
+        }
         return {"schema": 1, **tables, "facts": self.facts}
 
     def save(self, path: Path) -> None:
         """Write all rows as one parquet file, and the tables next to it as JSON."""
         self.rows.to_parquet(path, index=False)
-        write_atomic(path.with_suffix(".json"), (json.dumps(self.document(), indent=1) + "\n").encode())
+        write_atomic(
+            path.with_suffix(".json"), (json.dumps(self.document(), indent=1) + "\n").encode()
+        )
 
     def _of_lab(self, kind: str) -> pd.DataFrame:
         return self.rows[(self.rows["kind"] == kind) & (self.rows["tool"] == LAB)]
@@ -105,22 +109,41 @@ def score(
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
     chosen = tuple(FAULTS) if faults is None else tuple(faults)
-    parts = [Part(dtype, seed, chosen, every, controls) for seed in range(seeds) for dtype in dtypes]
+    parts = [
+        Part(dtype, seed, chosen, every, controls) for seed in range(seeds) for dtype in dtypes
+    ]
     done = dict(_run(parts, workers, progress))
-    ran = {"seeds": list(range(seeds)), "dtypes": list(dtypes), "faults": list(chosen), "layers": list(every)}
-    facts = {"ran": ran | {"controls": controls}, "provenance": provenance(seeds={"pair": ran["seeds"]})}
+    ran = {
+        "seeds": list(range(seeds)),
+        "dtypes": list(dtypes),
+        "faults": list(chosen),
+        "layers": list(every),
+    }
+    facts = {
+        "ran": ran | {"controls": controls},
+        "provenance": provenance(seeds={"pair": ran["seeds"]}),
+    }
     return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
 
 
-def _run(parts: Sequence[Part], workers: int, progress: Progress) -> Iterator[tuple[Part, pd.DataFrame]]:
+def _run(
+    parts: Sequence[Part], workers: int, progress: Progress
+) -> Iterator[tuple[Part, pd.DataFrame]]:
     """Yield parts as they are done."""
     if workers < 2 or len(parts) < 2:
         for number, part in enumerate(parts):
             text = f"{part.dtype}, seed {part.seed}"
-            yield part, measured(part, lambda what, n=number, t=text: progress(n, len(parts), f"{t}: {what}"))
+            yield (
+                part,
+                measured(
+                    part, lambda what, n=number, t=text: progress(n, len(parts), f"{t}: {what}")
+                ),
+            )
         return
     # Fresh processes: in a forked one, torch's threads do not run.
-    with ProcessPoolExecutor(min(workers, len(parts)), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(
+        min(workers, len(parts)), get_context("spawn"), torch.set_num_threads, (1,)
+    ) as pool:
         running = {pool.submit(measured, part): part for part in parts}
         for number, future in enumerate(as_completed(running)):
             part = running[future]

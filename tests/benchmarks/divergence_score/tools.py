@@ -19,7 +19,9 @@ LAB = "lab"
 """The lab's own name among the tools."""
 CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "bfloat16": 1.6e-2})
 """Relative tolerances of torch.testing.assert_close by dtype."""
-CLOSE_ABSOLUTE = MappingProxyType({"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5})
+CLOSE_ABSOLUTE = MappingProxyType(
+    {"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
+)
 SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
 """Thresholds of mean and standard deviation: the notes use 1 %; others may do better."""
 LOOSER = (1, 10, 100)
@@ -43,19 +45,34 @@ def differences(run: Alignment, sound: Alignment, dtype: str) -> pd.DataFrame:
             continue
         for feed in np.unique(run.last_step):
             positions = np.flatnonzero(run.last_step == feed)
-            measured = _measured(ours[positions].astype(float), theirs[positions].astype(float), positions, dtype)
+            measured = _measured(
+                ours[positions].astype(float), theirs[positions].astype(float), positions, dtype
+            )
             rows.append((feed, order, key.module, *measured))
-    columns = ["feed", "order", "module", "moved", "spread", "cosine", *(f"close x{n}" for n in (0, *LOOSER))]
+    columns = [
+        "feed",
+        "order",
+        "module",
+        "moved",
+        "spread",
+        "cosine",
+        *(f"close x{n}" for n in (0, *LOOSER)),
+    ]
     return pd.DataFrame(rows, columns=columns).sort_values(["feed", "order"], ignore_index=True)
 
 
-def _measured(ours: np.ndarray, theirs: np.ndarray, positions: np.ndarray, dtype: str) -> tuple[float, ...]:
+def _measured(
+    ours: np.ndarray, theirs: np.ndarray, positions: np.ndarray, dtype: str
+) -> tuple[float, ...]:
     std = ours.std()
     moved, spread = _relative(theirs.mean() - ours.mean(), std), _relative(theirs.std() - std, std)
     norms = np.linalg.norm(ours) * np.linalg.norm(theirs)
     cosine = float((ours * theirs).sum() / norms) if norms else float(np.array_equal(ours, theirs))
     same = (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
-    close = [np.isclose(theirs, ours, rtol=n * CLOSE[dtype], atol=n * CLOSE_ABSOLUTE[dtype]) for n in LOOSER]
+    close = [
+        np.isclose(theirs, ours, rtol=n * CLOSE[dtype], atol=n * CLOSE_ABSOLUTE[dtype])
+        for n in LOOSER
+    ]
     return moved, spread, cosine, *(_first_off(one, positions) for one in (same, *close))
 
 
@@ -73,14 +90,18 @@ Rule = Callable[[pd.DataFrame], pd.Series]
 
 
 TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
-    {"first other bit": "close x0"} | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
+    {"first other bit": "close x0"}
+    | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
 )
 """The rules that name a token, with the column of its position."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     # "not within", so that NaN counts as different
-    {f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1) for n in SHARES}
+    {
+        f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1)
+        for n in SHARES
+    }
     | {f"cosine {least}": lambda rows, least=least: ~(rows["cosine"] >= least) for least in COSINES}
     | {name: lambda rows, column=column: rows[column] >= 0 for name, column in TELLS_TOKEN.items()}
 )
@@ -94,4 +115,7 @@ def pointed(tool: str, rows: pd.DataFrame) -> dict[str, Any]:
     if found.empty:
         return {}
     first = found.iloc[0]
-    return {"module": first["module"], "position": int(first[TELLS_TOKEN[tool]]) if tool in TELLS_TOKEN else -1}
+    return {
+        "module": first["module"],
+        "position": int(first[TELLS_TOKEN[tool]]) if tool in TELLS_TOKEN else -1,
+    }
