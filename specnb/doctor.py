@@ -27,11 +27,17 @@ from specnb.machine import (
 PROBE_MODEL = "smollm2-135m"
 
 REINSTALL = "pip install -r requirements.txt"
-REBUILD = "pip install --no-cache-dir --force-reinstall --no-deps -r <(grep ^llama-cpp-python requirements.txt)"
+REBUILD = (
+    "pip install --no-cache-dir --force-reinstall --no-deps "
+    "-r <(grep ^llama-cpp-python requirements.txt)"
+)
 FREE_MEMORY = (
     "close other programs and notebook kernels, or raise the memory limit of the container"
 )
-CRASHED = f"llama-cpp-python was built for another CPU, or for AMX by GCC 12; rebuild with exactly: {REBUILD}"
+CRASHED = (
+    "llama-cpp-python was built for another CPU, or for AMX by GCC 12; "
+    f"rebuild with exactly: {REBUILD}"
+)
 PROBE = """
 import sys, numpy, specnb
 from specnb.lm.gguf.binding import load_library

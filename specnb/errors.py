@@ -57,7 +57,10 @@ class VocabularyMismatch(SpecnbError, ValueError):
     """The token ids of draft model and target stand for different texts."""
 
 
-OTHER_DRAFTERS = "Use a draft model with the target's tokenizer, --drafter self (a copy of it), or --drafter lookup"
+OTHER_DRAFTERS = (
+    "Use a draft model with the target's tokenizer, "
+    "--drafter self (a copy of it), or --drafter lookup"
+)
 """The remedy for vocabularies that do not fit."""
 
 

@@ -17,7 +17,10 @@ from urllib.request import getproxies
 from specnb.errors import FetchError, InputError
 from specnb.io import digest, file_digest, make_once, size_of, write_atomic
 
-HUB_REMEDY = "Check the name and the network; for a gated model accept its license on its page and run `hf auth login`"
+HUB_REMEDY = (
+    "Check the name and the network; "
+    "for a gated model accept its license on its page and run `hf auth login`"
+)
 HUB_GGUF = re.compile(r"hf:([\w-][\w.-]*/[\w-][\w.-]*)(?::([\w.-]+)|/(.+\.gguf))")
 """`hf:ORG/NAME:TYPE` or `hf:ORG/NAME/FILE.gguf`."""
 

@@ -176,7 +176,10 @@ def require_memory(weights: int, state: int = 0, *, name: str, device: str = "cp
     need = need_bytes(weights, state)
     if need > free:
         parts = f"weights {human_bytes(weights)}, state {human_bytes(state)}, the rest for buffers"
-        needs = f"{name} does not fit on {device}: it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
+        needs = (
+            f"{name} does not fit on {device}: "
+            f"it needs {human_bytes(need)} ({parts}), {human_bytes(free)} is free"
+        )
         raise MemoryShortError(f"{needs}; use a smaller n_ctx or quantized type, or no draft model")
 
 

@@ -185,7 +185,7 @@ class KSweepParams(NotebookParams):
     Traceback (most recent call last):
         ...
     specnb.errors.InputError: parameters of KSweepParams: k_max = 0: Input should be greater than or equal to 1
-    """
+    """  # noqa: E501
 
     target: str = "smollm2-135m"
     backend: str = Field(default="hf", pattern="^(hf|llama|)$")

@@ -114,7 +114,9 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
     how much they share. `max_new_tokens` is None in older records.
 
     >>> step = Round(0, 2, 1, (5, 6), (5, 9), (1.0, 0.0), 0.1, 0.2, 0.0, 0.0, 0.3, 3)
-    >>> done = Generation(prompt_ids=(1,), token_ids=(5, 9), rounds=(step,), wall_s=0.3, stop_reason="length")
+    >>> done = Generation(
+    ...     prompt_ids=(1,), token_ids=(5, 9), rounds=(step,), wall_s=0.3, stop_reason="length"
+    ... )
     >>> done.tau, done.acceptance_rate
     (2.0, 0.5)
     """
@@ -187,7 +189,10 @@ class Generation(BaseModel, frozen=True, extra="forbid"):
         """Index of the first of LOOP consecutive tokens that occurred before; the length if none.
 
         >>> step = Round(0, 0, 0, (), (*range(50), *range(50)), (), 0, 1, 0, 0, 1, 1)
-        >>> Generation(prompt_ids=(0,), token_ids=step[4], rounds=(step,), wall_s=1, stop_reason="length").loop_start
+        >>> looping = Generation(
+        ...     prompt_ids=(0,), token_ids=step[4], rounds=(step,), wall_s=1, stop_reason="length"
+        ... )
+        >>> looping.loop_start
         50
         """
         earlier = set()
@@ -272,7 +277,9 @@ class RunRecord(BaseModel, frozen=True, extra="forbid"):
     """One run of an experiment: its parameters, its provenance, and all generations.
 
     >>> now = datetime(2026, 1, 1)
-    >>> run = RunRecord(run_id="r", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
+    >>> run = RunRecord(
+    ...     run_id="r", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now
+    ... )
     >>> RunRecord.model_validate_json(run.model_dump_json()) == run
     True
     """

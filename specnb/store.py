@@ -98,7 +98,9 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 
     >>> import tempfile
     >>> now = "2026-11-21T12:00:00Z"
-    >>> record = RunRecord(run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now)
+    >>> record = RunRecord(
+    ...     run_id="1", experiment="mine", params={"k": 4}, provenance={}, started=now, ended=now
+    ... )
     >>> with tempfile.TemporaryDirectory() as results:
     ...     load_record(save(record, Path(results))).params
     {'k': 4}

@@ -109,13 +109,15 @@ class Server:
             reply = connection.getresponse()
             if reply.status != 200:
                 raise ValueError(
-                    f"status {reply.status} {reply.reason}, expected 200; redirects are not followed"
+                    f"status {reply.status} {reply.reason}, expected 200; "
+                    "redirects are not followed"
                 )
             while chunk := reply.read1(1 << 16):
                 data += chunk
                 if len(data) > MAX_REPLY or perf_counter() > deadline_s:
                     raise ValueError(
-                        f"{len(data)} bytes so far, expected at most {MAX_REPLY} in {self.timeout_s:g} s"
+                        f"{len(data)} bytes so far, "
+                        f"expected at most {MAX_REPLY} in {self.timeout_s:g} s"
                     )
             return data.decode()
 
@@ -273,8 +275,10 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     option = ""
     if cost:
         ends = f"95 % CI {first['low']:.2f} to {first['high']:.2f}"
-        line = f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as plain decoding, "
-        line += f"greedy ({ends})."
+        line = (
+            f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as "
+            f"plain decoding, greedy ({ends})."
+        )
     if "best_k" in first:
         option = ENGINES[document["engine"]][-1].format(first["best_k"])
         option = option if first["predicted"] > 1 else "leave drafting off"

@@ -215,7 +215,8 @@ def read_log(path: Path, k: int | None = None) -> list[Request]:
         raise InputError(f"{path} has no counts of rounds: expected one of {', '.join(SHAPES)}")
     if not largest_k:
         raise InputError(
-            f"{path}: nothing was drafted in {len(requests)} requests: give a log with drafts, or --k"
+            f"{path}: nothing was drafted in {len(requests)} requests: "
+            "give a log with drafts, or --k"
         )
     return requests
 
@@ -314,9 +315,10 @@ def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request
     shape = next(shape for name, shape in SHAPES.items() if name in counts)
     if not shape:
         raise InputError(
-            f"{place}: got the totals draft_n_accepted {counts['draft_n_accepted']!r:.80} and draft_n "
-            f"{counts.get('draft_n')!r:.80}, from which no other K can be known: give llama-server's "
-            "/metrics, its log with `-lv 5`, or counts of each round (vLLM's `detailed`)"
+            f"{place}: got the totals draft_n_accepted {counts['draft_n_accepted']!r:.80} and "
+            f"draft_n {counts.get('draft_n')!r:.80}, from which no other K can be known: "
+            "give llama-server's /metrics, its log with `-lv 5`, or counts of each round "
+            "(vLLM's `detailed`)"
         )
     with reading(place):
         request = validated(shape, counts, place).request(k)
@@ -336,8 +338,8 @@ def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request
         for name, n in sums.items():
             if counts.get(name, n) != n:
                 raise InputError(
-                    f"{place}: {name} is {counts[name]!r:.80}, but its rounds have {n}: check the log, "
-                    "or log each round (vLLM's `detailed`)"
+                    f"{place}: {name} is {counts[name]!r:.80}, but its rounds have {n}: "
+                    "check the log, or log each round (vLLM's `detailed`)"
                 )
     return request
 

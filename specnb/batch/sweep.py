@@ -1,6 +1,7 @@
 """Run a notebook over a grid of parameters: one by one, in parallel, or on a dask cluster.
 
-    batch = Batch(notebook="01_k_sweep", budget="quick", grid={"seed": [0, 1, 2], "drafter": ["lookup", "self"]})
+    grid = {"seed": [0, 1, 2], "drafter": ["lookup", "self"]}
+    batch = Batch(notebook="01_k_sweep", budget="quick", grid=grid)
     ended = list(run_sweep(jobs(batch, results="results"), workers=2))
 
 The folder of a run depends only on the notebook and its parameters. A second call therefore skips
@@ -31,7 +32,8 @@ MAX_RUNS = 10_000
 class Batch(BaseModel, frozen=True, extra="forbid"):
     """A notebook, the `parameters` of all runs, and a `grid` of values: one run per combination.
 
-    >>> len(jobs(Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]}), results="results"))
+    >>> batch = Batch(notebook="01_k_sweep", grid={"seed": [0, 1], "k_max": [8, 16]})
+    >>> len(jobs(batch, results="results"))
     4
     """
 
@@ -110,7 +112,8 @@ def jobs(
     counts = {name: len(values) for name, values in batch.grid.items()}
     if not 1 <= (n := prod(counts.values())) <= MAX_RUNS:
         raise InputError(
-            f"the grid of {counts} values makes {n} runs, expected 1 to {MAX_RUNS}: change or split it"
+            f"the grid of {counts} values makes {n} runs, "
+            f"expected 1 to {MAX_RUNS}: change or split it"
         )
     by_id = {}
     for values in product(*batch.grid.values()):

@@ -184,7 +184,10 @@ def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> dict[str, 
     message = str(error)[:MESSAGE_CHARS] or "interrupted"
     if isinstance(error, RuntimeError):  # also raised before the kernel's first reply
         kind = "DeadKernelError"
-        message += f" (out of memory, or a crash in native code: read {KERNEL_LOG}, and run `specnb check`)"
+        message += (
+            " (out of memory, or a crash in native code: "
+            f"read {KERNEL_LOG}, and run `specnb check`)"
+        )
     return {"kind": kind, "message": message, "cell": None}
 
 

@@ -28,13 +28,15 @@ FATE = {ACCEPTED: "accepted", CORRECTION: "correction", BONUS: "bonus"}
 STYLE = """
 text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
 .name, .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
-.accepted { fill: #00734f; } .correction, .bonus { fill: #b34700; font-weight: bold; } .bonus { fill: #8a6d00; }
+.accepted { fill: #00734f; } .correction, .bonus { fill: #b34700; font-weight: bold; } \
+.bonus { fill: #8a6d00; }
 rect { fill: #fff; } .bar { fill: #0072b2; }
 .round, .end { animation: show .01s backwards; }
 .bar { transform-origin: 16px 0; animation: grow linear backwards; }
 @keyframes show { from, to { fill-opacity: 0; } } @keyframes grow { from { transform: scaleX(0); } }
 @media (prefers-reduced-motion: reduce) { .round, .end, .bar { animation: none; } }
-@media (prefers-color-scheme: dark) { rect { fill: #16181b; } text { fill: #e6e6e6; } .bar { fill: #56b4e9; }
+@media (prefers-color-scheme: dark) { rect { fill: #16181b; } text { fill: #e6e6e6; } \
+.bar { fill: #56b4e9; }
   .accepted { fill: #4fd1a5; } .correction { fill: #ff9a52; } .bonus { fill: #facc15; } }
 """
 
@@ -60,7 +62,8 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
         lines = list(_lines(generation, vocab))
         for row, spans in enumerate(lines):
             parts.append(f'<text x="{LEFT}" y="{top + 60 + LINE * row}">{"".join(spans)}</text>')
-        grows = f'width="{(WIDTH - 2 * LEFT) * seconds / longest_s:.0f}" style="animation-duration:{seconds:.2f}s"'
+        width = (WIDTH - 2 * LEFT) * seconds / longest_s
+        grows = f'width="{width:.0f}" style="animation-duration:{seconds:.2f}s"'
         parts.append(f'<rect class="bar" x="{LEFT}" y="{top + 36}" height="4" {grows}/>')
         top += 70 + LINE * len(lines)
     wait = f'style="animation-delay:{longest_s:.2f}s"'
@@ -69,7 +72,10 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
         parts.append(f'<text class="end" x="{LEFT}" y="{top}" {wait}>{escape(line)}</text>')
     size = f'width="{WIDTH}" height="{top + 20}" viewBox="0 0 {WIDTH} {top + 20}"'
     label = escape(caption_of("One prompt, plainly and with drafts", record))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{label}</title><style>{STYLE}</style>'
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">'
+        f"<title>{label}</title><style>{STYLE}</style>"
+    )
     svg = f'{head}<rect width="100%" height="100%"/>{"".join(parts)}</svg>\n'
     publish_svg(
         svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record
@@ -120,5 +126,8 @@ def _ending(record: RunRecord) -> list[str]:
     return [
         f"This prompt{best}: {first:.2f} times as fast as plain decoding in the same engine.",
         f"All prompts ({n}): {whole:.2f} times{identical}.",
-        f"Over the fastest plain decoding of the same weights ({name}): {over_fastest:.2f} times.{quick}",
+        (
+            f"Over the fastest plain decoding of the same weights ({name}): "
+            f"{over_fastest:.2f} times.{quick}"
+        ),
     ]

@@ -40,7 +40,8 @@ def notebooks() -> list[Path]:
     folder = project_dir() / "notebooks"
     if not folder.is_dir():
         raise InputError(
-            f"got no notebooks in {folder.parent}, expected a checkout: give a path, or clone specnb"
+            f"got no notebooks in {folder.parent}, expected a checkout: "
+            "give a path, or clone specnb"
         )
     return sorted(folder.glob("[0-9][0-9]_*.ipynb"))
 
@@ -157,7 +158,8 @@ def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
         name, equals, text = word.partition("=")
         if not equals or name in values:
             raise InputError(
-                f"got {name!r} {'twice' if equals else 'alone'}, expected NAME=VALUE, each name once"
+                f"got {name!r} {'twice' if equals else 'alone'}, "
+                "expected NAME=VALUE, each name once"
             )
         values[name] = parsed(text)
     return values

@@ -21,7 +21,10 @@ PLOTLY = "application/vnd.plotly.v1+json"
 EXPORT_S = 120.0  # time limit for all images of a figure, including the start of the browser
 RENDER_S = 60.0  # time limit for one image
 CLOSE_S = 5.0  # time limit for closing the browser
-NO_BROWSER = "no Chrome or Chromium was found: `apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
+NO_BROWSER = (
+    "no Chrome or Chromium was found: "
+    "`apt-get install chromium`, or `kaleido_get_chrome`, or set BROWSER_PATH"
+)
 EXPORT_FAILED = "the export failed, see `specnb check`, or set BROWSER_PATH to another browser"
 
 

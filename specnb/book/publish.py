@@ -37,9 +37,12 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIXES = ("svg", "png", "pdf", "html")
 GALLERY = """# Figures
 
-Made by `specnb publish` from the json file beside each figure. That file holds the run, its parameters, its machine
-and its data; [`records`](records) holds the runs without their rounds. Results that are not figures are in
-[`tests/benchmarks`](../tests/benchmarks/README.md). [`explorer.html`](explorer.html) is the explorer of notebook 09 as
+Made by `specnb publish` from the json file beside each figure. \
+That file holds the run, its parameters, its machine
+and its data; [`records`](records) holds the runs without their rounds. \
+Results that are not figures are in
+[`tests/benchmarks`](../tests/benchmarks/README.md). \
+[`explorer.html`](explorer.html) is the explorer of notebook 09 as
 one file that needs no kernel. What published notes claim, and what was found, stands at the end.
 """
 PAGE = """<!DOCTYPE html>
@@ -81,7 +84,7 @@ def publish(
     >>> publish(go.Figure(), "Best K", record=None)  # the name is also that of the files
     Traceback (most recent call last):
     specnb.errors.InputError: figure name 'Best K': use 1 to 64 of a-z 0-9 _ -, the first a letter or digit
-    """
+    """  # noqa: E501
     title = plain_text(figure.layout.title.text) or name
     document = _facts(name, title, record)
     if is_quick(record):
@@ -172,9 +175,10 @@ def is_quick(record: RunRecord) -> bool:
 def caption_of(title: str, record: RunRecord) -> str:
     """Return a caption: title, run, models, machine, warnings (lossy, fallback, failed, quick)."""
     dropped = sum(g.fallback is not None for g in record.generations)
+    n = len(record.generations)
     notes = {
         "decoding is lossy": not all(g.lossless for g in record.generations),
-        f"{dropped} of {len(record.generations)} generations ran without the requested drafter": dropped,
+        f"{dropped} of {n} generations ran without the requested drafter": dropped,
         "the run failed": record.status == "failed",
         QUICK: is_quick(record),
     }
@@ -233,8 +237,8 @@ def publish_runs(
     changed = bool(figures_of) and (git_state(project_dir()) or {"dirty": True})["dirty"]
     if not allow_dirty and (changed or any(_commit_of(each)[1] for each, _ in figures_of)):
         raise InputError(
-            "the checkout has, or had when this ran, uncommitted changes: commit them and run again, "
-            "or publish with --allow-dirty"
+            "the checkout has, or had when this ran, uncommitted changes: "
+            "commit them and run again, or publish with --allow-dirty"
         )
     for sidecar, source in figures_of:
         _copy_figure(sidecar | {"published_with_changes": changed}, source, figures)
@@ -312,5 +316,6 @@ def _entry(sidecar: Sidecar) -> str:
         f"### {name}\n\n![{sidecar['title']}]({name}.{'png' if 'figure' in sidecar else 'svg'})\n\n"
         f"{sidecar['caption']}\n"
         f"{sidecar['provenance']['utc'][:10]}, commit {commit}{changes}. "
-        f"[Interactive]({name}.html) · [provenance and data]({name}.json) · [record]({sidecar['record']})\n"
+        f"[Interactive]({name}.html) · [provenance and data]({name}.json) · "
+        f"[record]({sidecar['record']})\n"
     )

@@ -98,7 +98,7 @@ def _pooled(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _over_baseline(rows: pd.DataFrame, record: RunRecord, by: Sequence[str] = ()) -> pd.DataFrame:
-    """Return the `speed_table` of `rows` by `by`, category, temperature and K, over the baseline."""
+    """Return `speed_table` of `rows` by `by`, category, temperature and K, over the baseline."""
     by = [*by, "category", "temperature", "k"]
     frame = speed_table(_pooled(rows).sort_values(by), by)
     return baseline(record).over(frame.assign(busy=busy(record)))
@@ -315,8 +315,8 @@ def side_by_side(record: RunRecord) -> pd.DataFrame:
     """Return the cost of verifying four draft tokens, by context length and sequences per pass.
 
     Columns: context, sequences, plain_ms (one token per sequence), ratio (five tokens per sequence
-    over one). Several sequences are simulated by more tokens of one sequence: the weights and matrix
-    products are the same, but there is only one KV cache.
+    over one). Several sequences are simulated by more tokens of one sequence: the weights and
+    matrix products are the same, but there is only one KV cache.
     """
     rows = []
     for curve in map(CostCurve.model_validate, record.measurements["contexts"]):

@@ -33,7 +33,10 @@ FATES = {
     PLAIN: ("span", ""),
 }
 """Tag and style by the fate of a token."""
-STRIP = "max-height:360px;max-width:960px;overflow-y:auto;line-height:1.9;font-family:monospace;white-space:pre-wrap"
+STRIP = (
+    "max-height:360px;max-width:960px;overflow-y:auto;"
+    "line-height:1.9;font-family:monospace;white-space:pre-wrap"
+)
 
 
 class RoundText(NamedTuple):
@@ -67,7 +70,10 @@ class RoundText(NamedTuple):
     @property
     def line(self) -> str:
         """The round in words."""
-        counts = f"{self.drafted} drafted, {self.n_accepted} accepted, {self.drafted - self.n_accepted} rejected"
+        counts = (
+            f"{self.drafted} drafted, {self.n_accepted} accepted, "
+            f"{self.drafted - self.n_accepted} rejected"
+        )
         text = "".join(map(shown_text, self.committed))
         return f"{counts}, then {self.ending or 'the end'}: “{text[:80]}”."
 

@@ -190,9 +190,9 @@ def _replayed(
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for each machine, drafter, content (including the conversation) and policy.
 
-    The policies are the best fixed K of each content; `fixed K`, with the K > 0 that is best for all
-    contents together (`fixed_k`); the controllers; and the oracle. `speedup` is over plain decoding
-    in the same engine. `seconds` lists the time of each text; the oracle has none.
+    The policies are the best fixed K of each content; `fixed K`, with the K > 0 that is best for
+    all contents together (`fixed_k`); the controllers; and the oracle. `speedup` is over plain
+    decoding in the same engine. `seconds` lists the time of each text; the oracle has none.
     """
     for drafter, drafter_cost in costs.items():
         groups = {}
@@ -292,7 +292,7 @@ def questions(limit: int) -> list[Prompt]:
     ]
 
 
-# --- Tables and figures of notebook 02: live speeds, regret against the best fixed K, K over time ---
+# --- Tables and figures of notebook 02: live speeds, regret over the best fixed K, K over time ---
 
 BEST_SPEEDUP = "predicted speedup of the best fixed K"
 LABELS = {
@@ -322,8 +322,8 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
 
     `check` is `live_check` of the study.
 
-    Columns: controller, drafter, tokens_per_s, speedup and over_fastest with intervals over prompts,
-    predicted (the same speedup in a replay; missing for the router), acceptance_rate, tau,
+    Columns: controller, drafter, tokens_per_s, speedup and over_fastest with intervals over
+    prompts, predicted (the same speedup in a replay; missing for the router), acceptance_rate, tau,
     identical (prompts whose text equals plain decoding), n_prompts.
     """
     by = ["drafter", "policy"]
@@ -351,7 +351,8 @@ def draw_live(table: pd.DataFrame) -> go.Figure:
     rows = table[table["controller"] != PLAIN]
     best = rows.iloc[0]
     title = (
-        f"Live, {best['controller']} ({best['drafter']}) is fastest: {best['over_fastest']:.2f} times<br>"
+        f"Live, {best['controller']} ({best['drafter']}) is fastest: "
+        f"{best['over_fastest']:.2f} times<br>"
         "the speed of the fastest plain decoding of the same weights"
     )
     figure = dots(
@@ -362,7 +363,10 @@ def draw_live(table: pd.DataFrame) -> go.Figure:
         **error_bars(rows, "over_fastest", "x"),
     )
     figure.add_vline(best["over_fastest"] / best["speedup"], line_dash="dot")
-    axis = "live speed (fastest plain decoding of the same weights = 1)<br>dotted: plain decoding in the same engine"
+    axis = (
+        "live speed (fastest plain decoding of the same weights = 1)<br>"
+        "dotted: plain decoding in the same engine"
+    )
     return dress(figure, "worst", title_text=title, xaxis_title_text=axis)
 
 
@@ -477,7 +481,10 @@ def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
     figure.add_traces(arms_below.data, rows=2, cols=1)
     _name_contents(figure, frame, row=1, col=1)
     speedup = frame["n"].sum() / frame["steps"].sum()
-    title = f"Through all texts, the router is predicted to be {speedup:.2f} times as fast as plain decoding"
+    title = (
+        "Through all texts, the router is predicted to be "
+        f"{speedup:.2f} times as fast as plain decoding"
+    )
     return dress(
         figure,
         "mixed_stream",
@@ -524,7 +531,8 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows = rows.sort_values("least", ascending=False, kind="stable")
     least = rows.groupby("policy")["worst"].min()
     title = (
-        f"On every content and machine, {label(least.idxmax())} has {least.max():.0%} of the best fixed K's speed<br>"
+        f"On every content and machine, {label(least.idxmax())} has {least.max():.0%} "
+        "of the best fixed K's speed<br>"
         f"or more; {label(least.idxmin())} has as little as {least.min():.0%}"
     )
     figure = dots(rows, x="worst", y="method", by="machine", **error_bars(rows, "worst", "x"))
@@ -603,7 +611,10 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     medians = frame.groupby("policy", sort=False)["k"].median()
     title = ", ".join(f"{label(policy)} {k:g}" for policy, k in medians.items())
-    title = f"Median draft length as the content switches ({readable(drafter)}, this machine):<br>{title}"
+    title = (
+        "Median draft length as the content switches "
+        f"({readable(drafter)}, this machine):<br>{title}"
+    )
     return dress(figure, "k_over_time", title_text=title)
 
 

@@ -299,7 +299,10 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     title = "No module is wrong on its own inputs"
     if wrong.any():
         first = table.loc[wrong.idxmax()]
-        title = f"First wrong module: std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
+        title = (
+            "First wrong module: "
+            f"std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
+        )
     lines = table[["std", "relative_l2"]].set_axis(
         ["standard deviation: |ratio - 1|", "relative L2 error"], axis=1
     )

@@ -80,7 +80,7 @@ def _alphas(recording: Recording) -> dict[str, Any]:
     return recording.key | {"tested": counts.tested, "kept": counts.kept}
 
 
-# --- Tables and figures of notebook 07: drafters by content, live and replayed, and where a draft pays ---
+# --- Tables and figures of notebook 07: drafters by content, live and replayed; where they pay ---
 
 
 def rank_drafters(record: RunRecord, temperature: float) -> pd.DataFrame:
@@ -90,7 +90,7 @@ def rank_drafters(record: RunRecord, temperature: float) -> pd.DataFrame:
 
     - speedup, low, high: live, over plain decoding in the same engine; the interval is over prompts
     - over_fastest, over_fastest_low, over_fastest_high: the same over the record's baseline
-    - predicted, predicted_low, predicted_high: `speedup` by replay of the prompts that also ran live
+    - predicted, predicted_low, predicted_high: `speedup` by replay of the live prompts
     - best_k: the fastest K in the replay of all prompts, and the range of equally fast ones
     - tau, of the replay
     - c; alpha_1: the acceptance rate of a round's first draft token

@@ -193,7 +193,7 @@ class _Group:
 
 
 def _with_oracle(groups: Sequence[_Group], k: int, rate: float) -> pd.DataFrame:
-    """Time all methods of all groups, interleaved; return a row for each, without the twins' plain."""
+    """Time all groups' methods, interleaved; return a row for each, without the twins' plain."""
     # 1. Run them, and compare each with the plain decoding of its group.
     methods = [group.methods(k, rate) for group in groups]
     runs = list(interleaved(dict(ChainMap(*methods)), range(len(groups[0].prompts))))

@@ -380,12 +380,15 @@ BATCH, HELD_OUT = "training batch", "held-out"
 
 
 def draw_faults(table: pd.DataFrame) -> go.Figure:
-    """Draw the columns of FINGERPRINT for each planted fault, in percent; labels list failed gates."""
+    """Draw FINGERPRINT's columns for each planted fault, in percent; labels list failed gates."""
     failed = table["failed"].replace("", "none")
     shares = 100 * table[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
     shares["planted"] = table["planted"] + "<br><sub>failed gates: " + failed + "</sub>"
     rows = shares.melt("planted", var_name="share", value_name="percent")
-    title = f"{table['agree'].sum()} of {len(table)} planted faults and controls are diagnosed as expected"
+    title = (
+        f"{table['agree'].sum()} of {len(table)} planted faults and controls "
+        "are diagnosed as expected"
+    )
     return dress(dots(rows, x="percent", y="planted", by="share"), "faults", title_text=title)
 
 
@@ -497,7 +500,7 @@ def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) ->
 
 
 def place_nodes(parents: Sequence[int]) -> list[float]:
-    """Return the horizontal places of a tree's nodes and, last, of its root: parents are centered."""
+    """Return the horizontal places of a tree's nodes and, last, its root: parents are centered."""
     places = [0.0] * (len(parents) + 1)
     free = count()
 

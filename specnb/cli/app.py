@@ -114,7 +114,8 @@ def generate(
 
     if draft and drafter not in (None, "auto"):
         raise InputError(
-            f"got --draft {draft!r} and --drafter {drafter!r}: give one, or both with --drafter auto"
+            f"got --draft {draft!r} and --drafter {drafter!r}: "
+            "give one, or both with --drafter auto"
         )
     if bool(text) == bool(prompt):
         raise InputError(
@@ -393,8 +394,9 @@ def _list_pairs(places: list[str] | None, as_json: bool) -> None:
     columns = ["draft", "can_win", "best_case", "verdict", "c", "k", "text_shared"]
     parts = [frame_of(f"target {name}", rows[columns]) for name, rows in table.groupby("target")]
     note = (
-        "c: ratio of the weights that a step reads (of a mixture of experts, only the active ones). "
-        "Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens costs no more than one step."
+        "c: ratio of the weights that a step reads (of a mixture of experts, only the active "
+        "ones). Best case: 0.7 of the draft tokens are accepted, and a pass over K + 1 tokens "
+        "costs no more than one step."
     )
     print_result(
         as_json,

@@ -148,7 +148,10 @@ def audit(
     )
     flaws = [(kind, *flaw) for kind, flaw in result.flaws.items()]
     failed = flaws and ("failed exact checks", ["check", "count", "first", "finding"], flaws)
-    exact = f"{result.replayed} replayed with their random numbers, {result.exact} checked without statistics"
+    exact = (
+        f"{result.replayed} replayed with their random numbers, "
+        f"{result.exact} checked without statistics"
+    )
     counts = f"{result.n} positions: {exact}; {result.repeated} with a repeated prefix left out"
     print_result(as_json, result.document(), result.line, panel, failed, counts)
     raise typer.Exit(result.exit_code)

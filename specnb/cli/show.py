@@ -197,7 +197,8 @@ def warn_if_busy() -> None:
     load = doctor.check_load()
     if not load.ok:
         complain(
-            f"the machine is busy, so times will not be representative: {load.detail}; see which with: top"
+            "the machine is busy, so times will not be representative: "
+            f"{load.detail}; see which with: top"
         )
 
 

@@ -106,7 +106,8 @@ def explain_torch(name: str) -> None:
 
     if parse(name).backend == "llama":
         complain(
-            f"{name} is dequantized and opened in torch here: this shows transformers' code, not llama.cpp's"
+            f"{name} is dequantized and opened in torch here: "
+            "this shows transformers' code, not llama.cpp's"
         )
 
 

@@ -142,9 +142,11 @@ class Report(NamedTuple):
             return ""
         best = predict(self.reach, k)
         return (
-            f"Of an ordinary text's tokens, {self.reach:.1%} can be drafted. At K = {k}, a draft model that predicts "
-            f"all of them correctly has {best.acceptance_rate:.0%} of its draft tokens accepted, with {best.tau:.2f} "
-            f"tokens per target forward pass. If it predicts a token with probability a, alpha = {self.reach:.3f} a."
+            f"Of an ordinary text's tokens, {self.reach:.1%} can be drafted. At K = {k}, "
+            "a draft model that predicts all of them correctly has "
+            f"{best.acceptance_rate:.0%} of its draft tokens accepted, with {best.tau:.2f} "
+            "tokens per target forward pass. If it predicts a token with probability a, "
+            f"alpha = {self.reach:.3f} a."
         )
 
     def why(self) -> str:
@@ -161,13 +163,19 @@ class Report(NamedTuple):
         )
         if o is None:
             return f"{self.draft} for {self.target}: {self.verdict}; {self.why()}.{memory}"
-        shared = f"{o.shared:,} pieces in common ({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
+        shared = (
+            f"{o.shared:,} pieces in common "
+            f"({o.of_target:.1%} of the target's, {o.of_draft:.1%} of the draft's)"
+        )
         by = f" by {self.way}" if self.verdict is Verdict.TRANSLATION else ""
         others = [
             f"{f.topic} ({f.target}, {f.draft})" for f in self.findings if f.topic in BESIDE_TOKENS
         ]
         but = f" Apart from the tokens: {'; '.join(others)}." if others else ""
-        return f"{self.draft} for {self.target}: {self.verdict}{by}; {self.why()}; {shared}.{but}{memory}"
+        return (
+            f"{self.draft} for {self.target}: {self.verdict}{by}; "
+            f"{self.why()}; {shared}.{but}{memory}"
+        )
 
 
 def check(target: Description, draft: Description) -> Report:
@@ -235,7 +243,7 @@ def matrix(described: Sequence[Description]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-# --- predictions ------------------------------------------------------------------------------------------------------
+# --- predictions ----------------------------------------------------------------------------------
 #
 # `reach` is the share of an ordinary text's tokens, in the target's tokenization, that the draft
 # model can propose. `quality` is the probability that it predicts a token correctly in the target's
@@ -278,7 +286,7 @@ def predict(reach: float, k: int, quality: float = 1.0) -> Prediction:
     return Prediction(1 + accepted, accepted / k)
 
 
-# --- findings --------------------------------------------------------------------------------------------------------
+# --- findings -------------------------------------------------------------------------------------
 
 
 def _of_pieces(
@@ -289,12 +297,18 @@ def _of_pieces(
         sources = " and ".join(
             d.hub or f"a file or folder of {d.name}" for d in (target, draft) if d.vocab is None
         )
-        remedy = f"give {sources} with the tokenizer (if gated: accept the license there, then hf auth login)"
+        remedy = (
+            f"give {sources} with the tokenizer "
+            "(if gated: accept the license there, then hf auth login)"
+        )
         yield "pieces", BREAKS, *values, remedy
         return
     if ids.n_different:
         token, a, b = ids.examples[0]
-        remedy = "drafted ids would mean other texts: translate (load_drafter does), or take a draft of this tokenizer"
+        remedy = (
+            "drafted ids would mean other texts: "
+            "translate (load_drafter does), or take a draft of this tokenizer"
+        )
         if way is Translation.NONE:
             remedy = f"the tokens cannot be translated. {OTHER_DRAFTERS}"
         yield (
@@ -311,7 +325,8 @@ def _of_pieces(
 
 PROBE = """def f(x):
     return x**2  # squared
-a  b   c\t\td e \u00a0f 3.14159 1,000,000 0xFF 推測的デコーディング 추측 👩‍🔬🇨🇭 ✅ caf\ufffd Zürich e\u0301"""
+a  b   c\t\td e \u00a0f 3.14159 1,000,000 0xFF 推測的デコーディング 추측 \
+👩‍🔬🇨🇭 ✅ caf\ufffd Zürich e\u0301"""
 """A text that tokenizers split or normalize differently."""
 
 
@@ -325,7 +340,10 @@ def _of_texts(target: Description, draft: Description) -> Iterator[tuple]:
     except InputError:  # one of them cannot encode a character
         return
     if ids != others:
-        remedy = "only the target encodes prompts; a draft trained on another tokenization predicts worse"
+        remedy = (
+            "only the target encodes prompts; "
+            "a draft trained on another tokenization predicts worse"
+        )
         n = n_common(ids, others)
         yield "same text, other ids", LOWERS, _show(ids[n:]), _show(others[n:]), remedy
 
@@ -341,21 +359,23 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
         yield "modified draft", BREAKS, *rows, f"{remedy}: use llama.cpp's --spec-type {option}"
     elif draft.mask:
         remedy = (
-            "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): drafting one at a "
-            "time works but is not what it was tuned for; take the model it was derived from"
+            "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): "
+            "drafting one at a time works but is not what it was tuned for; "
+            "take the model it was derived from"
         )
         yield "modified draft", LOWERS, "-", f"mask tokens {_show(draft.mask)}", remedy
     states = target.state, draft.state
     for role, state in zip(("target", "draft"), states, strict=True):
         if state in (State.RECURRENT, State.HYBRID):
             remedy = (
-                f"a {state} state cannot be cropped: rejected tokens are rolled back by replay, snapshots or a saved "
-                "state (rollback=, notebook 04); an engine that crops anyway continues from a wrong state"
+                f"a {state} state cannot be cropped: rejected tokens are rolled back by replay, "
+                "snapshots or a saved state (rollback=, notebook 04); "
+                "an engine that crops anyway continues from a wrong state"
             )
             yield f"state of the {role}", BREAKS, *(s or "unknown" for s in states), remedy
 
 
-# --- fields that should be equal if both sources state them -----------------------------------------------------------
+# --- fields that should be equal if both sources state them ---------------------------------------
 
 
 def _of_fields(target: Description, draft: Description) -> Iterator[tuple]:
@@ -401,7 +421,7 @@ FIELDS = read_toml(Path(__file__).with_name("fields.toml"))
 """Topic, severity and remedy, by field name."""
 
 
-# --- other engines ---------------------------------------------------------------------------------------------------
+# --- other engines --------------------------------------------------------------------------------
 
 SIZE_DIFFERENCE = 128
 """SPEC_VOCAB_MAX_SIZE_DIFFERENCE. It was 100 before 2025."""
@@ -459,5 +479,8 @@ def _transformers(target: Description, draft: Description) -> Opinion:
         return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
     return Opinion(
         False,
-        f"config.vocab_size {a} and {b}: different tokenizers for transformers, which asks for both",
+        (
+            f"config.vocab_size {a} and {b}: "
+            "different tokenizers for transformers, which asks for both"
+        ),
     )

@@ -41,7 +41,8 @@ def read_gguf(path: Path | str) -> Description:
     header = read_header(Path(path))
     if number := header.get("split.no", int):
         raise InputError(
-            f"{path} is shard {number + 1} (split.no is {number}): give the first, which has the header"
+            f"{path} is shard {number + 1} (split.no is {number}): "
+            "give the first, which has the header"
         )
     architecture = header.get(ARCHITECTURE, str)
     embedding = header.shapes.get("token_embd.weight", ())

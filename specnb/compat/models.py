@@ -153,7 +153,8 @@ def names_in(places: Iterable[str]) -> list[str]:
             ]
         else:
             raise InputError(
-                f"{folder} contains no .gguf file and no config.json: give a folder of models, or names"
+                f"{folder} contains no .gguf file and no config.json: "
+                "give a folder of models, or names"
             )
     return list(dict.fromkeys(names))
 
@@ -236,7 +237,8 @@ def pairs(names: Sequence[str]) -> pd.DataFrame:
     """
     if len(names) < 2:
         raise InputError(
-            f"got {', '.join(names) or 'no model'}, expected two or more, or a folder of .gguf files"
+            f"got {', '.join(names) or 'no model'}, expected two or more, "
+            "or a folder of .gguf files"
         )
     read = cache(describe)
     compared = cache(check)

@@ -66,7 +66,7 @@ def _finding(name: str, check: Callable[..., Result], *subjects: Any) -> Finding
     return Finding(name, verdict, *words, issues=issues)
 
 
-# --- drafting: no side effects, recurrence, exact rollback ------------------------------------------------------------
+# --- drafting: no side effects, recurrence, exact rollback ----------------------------------------
 
 
 class ListeningModel:
@@ -112,7 +112,10 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
             remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
             return "fail", f"{seen}, {passed[:8]}… instead of {list(tokens)[:8]}…", remedy
     if proposed[0] != proposed[1]:
-        seen = f"the second generation drafts different tokens from the same text: {proposed[0]}, then {proposed[1]}"
+        seen = (
+            "the second generation drafts different tokens from the same text: "
+            f"{proposed[0]}, then {proposed[1]}"
+        )
         return "fail", seen, "reset all state in start()"
     return "ok", f"{len(tokens)} tokens unchanged, and the same drafts twice"
 
@@ -144,8 +147,14 @@ def _check_rounds(drafter: Drafter, recorder: ListeningModel, text: list[int], k
         for j in range(len(ids)):
             if (*text, *ids[:j]) not in recorder.asked:
                 lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
-                seen = f"{when}, draft {j + 1} was not made from prefix + {j} drafts ({len(text) + j} tokens)"
-                remedy = "feed each draft token to the next step, and after a round rewind to the accepted tokens"
+                seen = (
+                    f"{when}, draft {j + 1} was not made "
+                    f"from prefix + {j} drafts ({len(text) + j} tokens)"
+                )
+                remedy = (
+                    "feed each draft token to the next step, "
+                    "and after a round rewind to the accepted tokens"
+                )
                 return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
         steps += len(ids)
         n_accepted = min(n_accepted, len(ids))
@@ -168,7 +177,13 @@ def cache_after_rejection(model: LanguageModel) -> Result:
     if exact:
         return (
             "ok",
-            "after a rollback of all or some draft tokens, the next logits are those of a fresh prefill",
+            (
+                "after a rollback of all or some draft tokens, "
+                "the next logits are those of a fresh prefill"
+            ),
         )
-    seen = "after a rollback, the next logits differ from those of the text without the rejected tokens"
+    seen = (
+        "after a rollback, "
+        "the next logits differ from those of the text without the rejected tokens"
+    )
     return "fail", seen, "remove exactly the rejected tokens from the state of every layer"

@@ -76,12 +76,13 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
             f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
         )
         raise InputError(
-            f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}give {kinds}"
+            f"{str(name)!r} is not a known model or tokenizer: "
+            f"{did_you_mean(text, names)}give {kinds}"
         )
     return replace(described, name=str(name))
 
 
-# --- the shelf -------------------------------------------------------------------------------------------------------
+# --- the shelf ------------------------------------------------------------------------------------
 
 
 def shelf_folder() -> Path:
@@ -165,7 +166,7 @@ def read_list(path: Path) -> Description:
     )
 
 
-# --- folders and tokenizers ------------------------------------------------------------------------------------------
+# --- folders and tokenizers -----------------------------------------------------------------------
 
 
 def read_hub(name: str, revision: str) -> Description:

@@ -113,7 +113,8 @@ def require_trees(target: LanguageModel) -> None:
             or f"its engine ({target.caps.engine}) computes only chains of tokens"
         )
         raise InputError(
-            f"{target.name} cannot verify trees of draft tokens: {why}. Draft a chain (--tree chain)"
+            f"{target.name} cannot verify trees of draft tokens: {why}. "
+            "Draft a chain (--tree chain)"
         )
 
 

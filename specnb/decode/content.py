@@ -18,14 +18,16 @@ REQUEST = 400
 
 # Markers that begin a turn in the chat templates of common model families.
 _TURN = re.compile(
-    r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>|<start_of_turn>\w+\s?|<\|\w+\|>\n"
+    r"<\|im_start\|>\w+\s?|\[/?INST\]|<\|start_header_id\|>\w+<[^>]*>"
+    r"|<start_of_turn>\w+\s?|<\|\w+\|>\n"
 )
 # Words of a request that name a kind; the first match decides.
 _ASKS = re.compile(r"""(?x)\b(?: (?P<json>(?:Geo)?JSON)
-    | (?P<code>functions?\b(?!\sof)|[Ii]mplement|unit\stests?|Python|JavaScript|TypeScript|SQL|PostgreSQL|[Bb]ash
-        |[Ss]cript|Rust|in\sGo|Java|C\+\+(?!\w)|regex|algorithm|refactor|docstrings?|HTML|CSS|program)
-    | (?P<prose>Describe\sa|(?i:stor(?:y|ies)|poem|essay|novel|fable|tale|letter\sfrom|dialogue|chapter|vivid
-        |narrat\w+|monologue|scene|sonnet|stanzas?)) )(?!\w)""")
+    | (?P<code>functions?\b(?!\sof)|[Ii]mplement|unit\stests?|Python|JavaScript|TypeScript|SQL
+        |PostgreSQL|[Bb]ash|[Ss]cript|Rust|in\sGo|Java|C\+\+(?!\w)|regex|algorithm|refactor
+        |docstrings?|HTML|CSS|program)
+    | (?P<prose>Describe\sa|(?i:stor(?:y|ies)|poem|essay|novel|fable|tale|letter\sfrom|dialogue
+        |chapter|vivid|narrat\w+|monologue|scene|sonnet|stanzas?)) )(?!\w)""")
 
 
 def detect(prompt: str, generated: str) -> Kind:

@@ -175,7 +175,8 @@ def generate(
             control = FixedK(nodes or (drafter.chooses_k if drafter else 0) or DRAFT_LENGTH)
         elif control is k and nodes:  # controllers only choose the length of chains
             raise InputError(
-                f"{control.name!r} is for chains, and {drafter.name} drafts trees: give k, or tree=chain"
+                f"{control.name!r} is for chains, and {drafter.name} drafts trees: "
+                "give k, or tree=chain"
             )
         ids = prompt_ids(target, prompt)
         stopping = Stopping(limits, target.vocab)
@@ -232,15 +233,18 @@ def _fitting(target: LanguageModel, drafter: Drafter | LanguageModel | None) -> 
         drafter = ModelDrafter(drafter)
     if not isinstance(drafter, Drafter):
         raise InputError(
-            f"got a {type(drafter).__name__}, expected a DrafterBase (draft.base), a model or a name"
+            f"got a {type(drafter).__name__}, "
+            "expected a DrafterBase (draft.base), a model or a name"
         )
     if drafter.model is target:
         raise InputError(
-            f"{target.name} cannot be its own drafter, because it has one state: load it a second time"
+            f"{target.name} cannot be its own drafter, because it has one state: "
+            "load it a second time"
         )
     if drafter.target not in (None, target):
         raise InputError(
-            f"{drafter.name} reads hidden states of another opened {drafter.target.name}: open the target only once"
+            f"{drafter.name} reads hidden states of another opened {drafter.target.name}: "
+            "open the target only once"
         )
     if drafter.tree_nodes:
         require_trees(target)

@@ -228,7 +228,8 @@ def _require_rows(target: LanguageModel, drafter: Drafter, proposal: Proposal) -
     chances = rows[range(len(rows)), proposal.ids]
     if not ((abs(sums - 1.0) < ROW_TOLERANCE).all() and (chances > 0.0).all()):
         raise InputError(
-            f"got q = {chances} and row sums {sums} from {drafter.name}, expected q > 0 and sums of 1"
+            f"got q = {chances} and row sums {sums} from {drafter.name}, "
+            "expected q > 0 and sums of 1"
         )
 
 
@@ -244,7 +245,8 @@ def _logits(
     if target.n_past != held:
         used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
         raise StateError(
-            f"{used}: another generation or the drafter used it. Load the model once for each of them"
+            f"{used}: another generation or the drafter used it. "
+            "Load the model once for each of them"
         )
     ids = proposal.ids
     tree = proposal.tree
@@ -281,7 +283,10 @@ def _located(
 ) -> NonFiniteLogits:
     """Return the error of a non-finite row after `fed`, with its position and the module added."""
     layer = model.locate_nonfinite(fed) or "unknown"
-    where = f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite output is {layer}"
+    where = (
+        f"{model.name}, after {len(fed)} tokens: {error}; "
+        f"the first module with a non-finite output is {layer}"
+    )
     return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 

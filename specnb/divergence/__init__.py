@@ -24,7 +24,8 @@ This package handles modules, tensors and logs, not speed.
 
 Exit codes are those of `git bisect run`: 0 sound, 1 divergent, 125 inconclusive.
 
-    git bisect run specnb divergence investigate --draft ./draft --target ./target --deploy service:deploy
+    git bisect run specnb divergence investigate --draft ./draft --target ./target \\
+        --deploy service:deploy
 
 A capture sees arguments, results, caches among the arguments, and parameters that torch operations
 read. It does not see what a Triton or C++ kernel looks up by itself. The coverage states how many

@@ -146,7 +146,10 @@ def audit_texts(
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
-        line += f": {'too much' if share else 'unknown'}; give --other, the same weights in the engine's dtype"
+        line += (
+            f": {'too much' if share else 'unknown'}; "
+            "give --other, the same weights in the engine's dtype"
+        )
     limit = 2 * noise if is_rounding else None
     # 3. Judge each source.
     labeled = zip(texts, keys, strict=True)

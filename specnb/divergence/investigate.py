@@ -113,7 +113,10 @@ class Investigation:
             if self.reason
             else ""
         )
-        return f"DIVERGENT: first at {name_module(first)}{inside}, {tokens}; {called}{why}; {summary}{random}{harmless}"
+        return (
+            f"DIVERGENT: first at {name_module(first)}{inside}, {tokens}; "
+            f"{called}{why}; {summary}{random}{harmless}"
+        )
 
     @property
     def hidden(self) -> list[str]:
@@ -318,7 +321,10 @@ def _verdict(lab: Lab, outcomes: Mapping[str, Outcome], doubts: Iterable[str]) -
             if item.offset
         ],
         sound="every setup is bit-identical to a copy of the draft as loaded" if alike else "",
-        rest="bits differ from the pristine copy's, in no module by more than another order of summation",
+        rest=(
+            "bits differ from the pristine copy's, "
+            "in no module by more than another order of summation"
+        ),
     )
     if verdict == "DIVERGENT":
         far, apart = lab.logits_off(wrong)
@@ -346,18 +352,31 @@ def _doubts(
             yield f"the draft as loaded gives NaN, first in {place}: check its weights"
     if not coverage.complete:
         missed = ", ".join(coverage.uncompared[:3]) or "the model's output"
-        yield f"nothing is wrong, but {missed} could not be compared: feed one complete row without padding"
+        yield (
+            f"nothing is wrong, but {missed} could not be compared: "
+            "feed one complete row without padding"
+        )
     if len(lab.unsteady):
         at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
-        place = f"{at or 'the model itself'} differs by {floor:.2g} between sound runs with different block sizes"
+        place = (
+            f"{at or 'the model itself'} differs by {floor:.2g} "
+            "between sound runs with different block sizes"
+        )
         yield f"nothing that could be judged is wrong, but {place}: use a shorter text, or float32"
     if not repeats:
-        yield "the draft's output differs from run to run, even without hooks: make it deterministic first"
+        yield (
+            "the draft's output differs from run to run, even without hooks: "
+            "make it deterministic first"
+        )
     if not inert:
-        yield "the draft's logits differ with and without hooks: the captured run is not the real one"
+        yield (
+            "the draft's logits differ with and without hooks: the captured run is not the real one"
+        )
     foreign = _foreign(outcomes)
     if foreign and {outcome.setup.beside for outcome in outcomes.values()} <= {"nobody", "copy"}:
-        yield f"nothing is wrong{foreign}, whose values are the same in every setup that ran: run S2"
+        yield (
+            f"nothing is wrong{foreign}, whose values are the same in every setup that ran: run S2"
+        )
     far, apart = lab.logits_off(outcomes.values())
     if far > min(GROWN * apart, 1.0):  # zeros would differ by 1
         yield f"the logits differ by {far:.2g}, and no compared module is wrong by itself"
@@ -388,11 +407,17 @@ def text(investigation: Investigation) -> str:
     parts = [
         investigation.line,
         "",
-        f"fed: {facts['tokens']} tokens in {facts['feeds']} feeds, {facts['taken_back']} rolled back",
+        (
+            f"fed: {facts['tokens']} tokens in {facts['feeds']} feeds, "
+            f"{facts['taken_back']} rolled back"
+        ),
         f"compared: {coverage}",
         *(f"{name}: {', '.join(names)}" for name, names in missed.items() if names),
-        f"wrong: an error above {TIMES_FLOOR:g} times the floor, the largest error of that tensor between sound runs "
-        f"with other shapes (relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})",
+        (
+            f"wrong: an error above {TIMES_FLOOR:g} times the floor, "
+            "the largest error of that tensor between sound runs with other shapes "
+            f"(relative L2; median {floor.median():.2g}, maximum {floor.max():.2g})"
+        ),
         "",
         "Setups",
         investigation.setups().astype("string").fillna("").to_string(index=False),

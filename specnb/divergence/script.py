@@ -79,7 +79,8 @@ class Script:
         lengths = [step["length"] for step in trace.facts["steps"]]
         if lengths != [len(feed.ids) for feed in self.feeds]:  # a service may split or merge feeds
             raise InputError(
-                f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: not those of the script"
+                f"got a trace of {len(lengths)} steps, {sum(lengths)} tokens: "
+                "not those of the script"
             )
         aligned = Alignment(trace, firsts=self.starts, text=self.text)
         steps = {*aligned.last_step}
@@ -176,7 +177,8 @@ def _fed_before(folder: Path) -> Iterator[Feed]:
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
             raise InputError(
-                f"{folder}: forward pass {step['step']} has {rows}, expected one full row: give the ids"
+                f"{folder}: forward pass {step['step']} has {rows}, "
+                "expected one full row: give the ids"
             )
         end = start + len(ids)
         yield Feed(tuple(ids), max(end - following["first_position"], 0) if following else 0)

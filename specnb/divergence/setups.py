@@ -143,7 +143,8 @@ class Lab:
             script.text
         ):
             raise InputError(
-                f"got token {max(script.text)}, expected below {size}: give tokens that both models have"
+                f"got token {max(script.text)}, expected below {size}: "
+                "give tokens that both models have"
             )
         self.reference = copy_of(draft)
         self.loaded = {
@@ -241,7 +242,8 @@ class Lab:
                     f"got logits {tuple(row.shape)} from the service, expected (tokens, {vocab})"
                 )
                 raise InputError(
-                    f"{shapes}: return them over the draft's vocabulary, at least for the last token"
+                    f"{shapes}: return them over the draft's vocabulary, "
+                    "at least for the last token"
                 )
         return logits
 
@@ -518,6 +520,6 @@ class Coverage(NamedTuple):
         compared = self.modules - len(self.uncompared) - len(self.with_holder)
         return (
             f"{compared} of {self.modules} modules{not_seen}; {self.tensors} tensors at "
-            f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); {self.seen_at_use} of "
-            f"{self.parameters} parameters seen at use"
+            f"{self.tokens} tokens, {len(self.left_out)} left out (other shapes); "
+            f"{self.seen_at_use} of {self.parameters} parameters seen at use"
         )

@@ -24,7 +24,8 @@ class Copier(DrafterBase):
     def __init__(self, max_spec_factor: float) -> None:
         if not max_spec_factor > 0:
             raise InputError(
-                f"got max_spec_factor={max_spec_factor}, expected a number above 0 (inf for no limit)"
+                f"got max_spec_factor={max_spec_factor}, "
+                "expected a number above 0 (inf for no limit)"
             )
         self._factor = max_spec_factor
 

@@ -34,7 +34,8 @@ class ModelDrafter(DrafterBase):
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
-    >>> drafted = generate(toy.cyclic(5), [0], drafter=ModelDrafter(toy.cyclic(5)), k=3, max_new_tokens=8)
+    >>> drafter = ModelDrafter(toy.cyclic(5))
+    >>> drafted = generate(toy.cyclic(5), [0], drafter=drafter, k=3, max_new_tokens=8)
     >>> drafted.token_ids, drafted.acceptance_rate
     ((1, 2, 3, 4, 0, 1, 2, 3), 1.0)
     """
@@ -134,7 +135,8 @@ def _require_torch(target: LanguageModel) -> Any:
     """Return the target. Raises InputError if it does not run in torch."""
     if not hasattr(target, "keep_blocks"):
         raise InputError(
-            f"blocks of {target.name} cannot be skipped in {target.caps.engine}: open it with ?backend=hf"
+            f"blocks of {target.name} cannot be skipped in {target.caps.engine}: "
+            "open it with ?backend=hf"
         )
     return target
 
@@ -154,5 +156,6 @@ def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
     require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
         raise InputError(
-            f"{target!r} is not a GGUF model, so it has no quantized copy: use a GGUF, or another drafter"
+            f"{target!r} is not a GGUF model, so it has no quantized copy: "
+            "use a GGUF, or another drafter"
         )

@@ -16,7 +16,8 @@ import numpy as np
 from specnb.draft.spelling import encode_exact
 from specnb.lm.vocab import Vocabulary, first_difference
 
-SAMPLE = """The first reading was taken in the morning, before the wind had turned; "we waited," she wrote, "for hours."
+SAMPLE = """The first reading was taken in the morning, before the wind had turned; "we waited," \
+she wrote, "for hours."
 def mean(values: list[float]) -> float:
     if not values:
         raise ValueError("no values")
@@ -102,9 +103,15 @@ class VocabularyOverlap(NamedTuple):
         return self.shared / max(1, self.draft_pieces)
 
     def __str__(self) -> str:
-        text = f"{self.shared} pieces shared: {self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's"
+        text = (
+            f"{self.shared} pieces shared: "
+            f"{self.of_target:.1%} of the target's, {self.of_draft:.1%} of the draft's"
+        )
         if None not in self:
-            text += f"; of the tokens of an ordinary text {self.target_uses:.0%} and {self.draft_uses:.0%}"
+            text += (
+                "; of the tokens of an ordinary text "
+                f"{self.target_uses:.0%} and {self.draft_uses:.0%}"
+            )
         return text
 
 

@@ -30,7 +30,10 @@ class TokenIntersection(LanguageModel):
         tokens = Tokens(target), Tokens(model)
         self.translation = choose_translation(*tokens)
         if self.translation.way is Translation.NONE:
-            kinds = f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} ({target.vocab.kind})"
+            kinds = (
+                f"{model.name} ({model.vocab.kind}) cannot draft "
+                f"for {target.name} ({target.vocab.kind})"
+            )
             why = f"their tokens cannot be translated ({self.translation.overlap})"
             raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
         self._map = TokenMap(*tokens)

@@ -68,7 +68,10 @@ class Capabilities:
             differ = (
                 f"forward passes over 2 or more tokens round differently from single steps {here}"
             )
-            return f"{differ}: greedy output may diverge from plain decoding where two tokens are nearly tied"
+            return (
+                f"{differ}: "
+                "greedy output may diverge from plain decoding where two tokens are nearly tied"
+            )
         rule = f" ({by})" if (by := self.details.get("exact_by")) else ""
         widths = f"forward passes over 1 to {self.same_bits_up_to} tokens"
         return f"greedy output is bit-identical to plain decoding for {widths}, {here}{rule}"

@@ -149,8 +149,10 @@ def choose_dtype(device: str, *, four_bits: bool) -> str:
 def is_four_bits(source: str, where: str) -> bool:
     """Return whether a name refers to a 4-bit GGUF, by its type in the zoo or in the file name.
 
-    >>> is_four_bits("smollm2-135m", "zoo"), is_four_bits("m-Q4_K_M.gguf", "gguf"), is_four_bits("m.F16.gguf", "gguf")
-    (True, True, False)
+    >>> is_four_bits("smollm2-135m", "zoo")
+    True
+    >>> is_four_bits("m-Q4_K_M.gguf", "gguf"), is_four_bits("m.F16.gguf", "gguf")
+    (True, False)
     """
     kind = source
     if where == "zoo":

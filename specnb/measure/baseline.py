@@ -35,9 +35,9 @@ class Baseline(BaseModel, frozen=True):
     """Plain decoding speed of a target's weights: in the fastest engine, and in the opened one.
 
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
-    not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0 for
-    fewer than FEWEST prompts. `live_tokens_per_s` is the speed of plain decoding in the opened engine
-    during the experiment, which began after the baseline was timed; it is computed from the
+    not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0
+    for fewer than FEWEST prompts. `live_tokens_per_s` is the speed of plain decoding in the opened
+    engine during the experiment, which began after the baseline was timed; it is computed from the
     experiment's generations, so records do not have it. Older records have no baseline: their share
     is 1.
     """
@@ -94,8 +94,11 @@ class Baseline(BaseModel, frozen=True):
         change = (self.live_tokens_per_s or self.plain_tokens_per_s) / self.plain_tokens_per_s - 1
         if abs(change) <= AGREES:
             return ""
-        during = f"In plain runs of the experiment ({self.live_tokens_per_s:.1f} tokens/s), it was {abs(change):.0%}"
-        return f"{during} {'faster' if change > 0 else 'slower'}: over_fastest is uncertain by as much."
+        during = f"In plain runs of the experiment ({self.live_tokens_per_s:.1f} tokens/s)"
+        return (
+            f"{during}, it was {abs(change):.0%} {'faster' if change > 0 else 'slower'}: "
+            "over_fastest is uncertain by as much."
+        )
 
 
 def find_rivals(name: str) -> list[str]:

@@ -84,7 +84,8 @@ def compare(
     >>> from specnb.decode.generate import generate
     >>> from specnb.lm import toy
     >>> plain = partial(generate, toy.markov(8, seed=1), max_new_tokens=16)
-    >>> table = compare({"plain": plain, "lookup": partial(plain, drafter="lookup")}, [[0], [1]], baseline="plain")
+    >>> methods = {"plain": plain, "lookup": partial(plain, drafter="lookup")}
+    >>> table = compare(methods, [[0], [1]], baseline="plain")
     >>> table.set_index("method")["identical"].to_dict()
     {'plain': 2, 'lookup': 2}
     """

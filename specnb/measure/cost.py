@@ -92,7 +92,10 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
         ratios = {n: self.ratio(n) for n in widths[1:] if n <= self.widths[-1]}
         passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
         engines = " (measured in another engine)" if across else ""
-        sentence = f"One draft step takes c = {c:.2f} plain decoding steps{engines}. Forward passes: {passes}"
+        sentence = (
+            f"One draft step takes c = {c:.2f} plain decoding steps{engines}. "
+            f"Forward passes: {passes}"
+        )
         if min(ratios.values(), default=1) < NOISE:
             sentence += (
                 ". A ratio below 1 is timing noise of a busy machine: measure again when it is idle"

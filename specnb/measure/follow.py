@@ -62,7 +62,10 @@ def follow(
         or generation.target != target.name
         or generation.max_new_tokens not in (None, max_new_tokens)
     ):
-        described = f"K = {generation.k}, {generation.max_new_tokens} tokens at most, by {generation.target}"
+        described = (
+            f"K = {generation.k}, {generation.max_new_tokens} tokens at most, "
+            f"by {generation.target}"
+        )
         raise InputError(
             f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}"
         )
@@ -154,7 +157,8 @@ class _Text:
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
             if watch.beliefs and not reads_rows:
                 raise InputError(
-                    f"{drafter.name} picks tokens from logits: only draft models and heads may do so here"
+                    f"{drafter.name} picks tokens from logits: "
+                    "only draft models and heads may do so here"
                 )
             offered.append(len(ids))
             keep.append(

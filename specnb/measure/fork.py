@@ -44,8 +44,9 @@ class TextFork(BaseModel, frozen=True):
     def __str__(self) -> str:
         verdict = "a near-tie and no error" if self.near_tie else "an error"
         return (
-            f"The text diverges from plain decoding at token {self.position}: the two best logits differ by "
-            f"{self.margin:.2g}, and passes over several tokens move logits by up to {self.noise:.2g} "
+            f"The text diverges from plain decoding at token {self.position}: "
+            f"the two best logits differ by {self.margin:.2g}, "
+            f"and passes over several tokens move logits by up to {self.noise:.2g} "
             f"({100 * self.noise_share:.2g} % of their range). This is {verdict}."
         )
 

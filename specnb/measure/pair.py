@@ -252,7 +252,10 @@ def _notes(
             f"No round drafted more than {longest} tokens; K = {generation.k} was requested."
         )
     if longest and generation.loops:
-        share = f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens occurred before"
+        share = (
+            f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens "
+            "occurred before"
+        )
         notes.append(
             f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere."
         )

@@ -117,7 +117,8 @@ class Trace(NamedTuple):
             meta = json.loads((table.schema.metadata or {})[b"specnb_trace"])
             if meta["format"] != FORMAT:
                 raise InputError(
-                    f"got format {meta['format']} in the trace {path}, expected {FORMAT}: record it again"
+                    f"got format {meta['format']} in the trace {path}, expected {FORMAT}: "
+                    "record it again"
                 )
             # older files have other columns as well
             fields = [name for name in table.column_names if name in Recording._fields]

@@ -78,7 +78,7 @@ def expected_counts(recordings: Sequence[Recording], ks: Sequence[int]) -> np.nd
     ...         for j, chance in enumerate(chances, start=1):
     ...             starts[i + j] += reached * (1 - chance)  # rejected: the correction is committed
     ...             reached *= chance
-    ...         starts[min(i + len(chances) + 1, n)] += reached  # the bonus token, unless at the end
+    ...         starts[min(i + len(chances) + 1, n)] += reached  # bonus token, unless at the end
     ...     return sum(starts[:n])
 
     >>> from specnb.decode.generate import generate

@@ -127,11 +127,14 @@ def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     expected = torch.from_numpy(states.logits)
     if e.heads.token_map is not None:
         expected = expected[:, e.heads.token_map.cpu()]
-    # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4 lm_head
-    # rounds its weights and its products to bfloat16.
+    # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4
+    # lm_head rounds its weights and its products to bfloat16.
     allowed = max(EXACT, 2 * torch.finfo(e.heads.shared_lm_head.dtype).eps)
     error = relative_error(multiply(normed, e.heads.shared_lm_head), expected)
-    says = f"without blocks, logits differ from the backbone's by {error:.2g} (relative), {allowed:.2g} is allowed"
+    says = (
+        f"without blocks, logits differ from the backbone's by {error:.2g} (relative), "
+        f"{allowed:.2g} is allowed"
+    )
     others = other_norms(e.reference.backbone, states).items()
     fault = next(
         (name for name, other in others if relative_error(normed, other) <= allowed), "wrong norm"
@@ -181,7 +184,10 @@ def judge_acceptance(e: HeadsEvidence) -> Verdict:
             )
             gain, is_better = chain_gain(normed, e.scores)
             if is_better:
-                says = f"another norm than that of the backbone gains {gain:.3f} accepted drafts per round"
+                says = (
+                    "another norm than that of the backbone gains "
+                    f"{gain:.3f} accepted drafts per round"
+                )
                 return False, says, fault
     gain, is_better = chain_gain(e.scores, e.score_all(shuffle(e)))
     says = f"shuffling the weights costs {gain:.3f} accepted drafts per round"

@@ -122,7 +122,7 @@ class JumpNet(DrafterNet):
     def _run(
         self, z: Tensor, positions: Tensor, cache: Cache, mask: Tensor | None = None
     ) -> Tensor:
-        """Return the block's output for `z (B, n, D)` at `positions (n,)`; `mask (1, 1, n, keys)`."""
+        """Return the block output for `z (B, n, D)` at `positions (n,)`; `mask (1, 1, n, keys)`."""
         rotations = self.target.get_decoder().rotary_emb(z, positions[None])
         return self.block(
             z, attention_mask=mask, position_embeddings=rotations, past_key_values=cache

@@ -221,7 +221,7 @@ def multiply(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W [x; condition] + b). W and b start at zero: the untrained block is the identity."""
+    """x + SiLU(W [x; condition] + b). W and b start at 0: the untrained block is the identity."""
 
     def __init__(self, size: int, *, conditions: int, bias: bool) -> None:
         super().__init__()
@@ -294,9 +294,10 @@ class Heads(DrafterNet):
 
     @property
     def scaled_rates(self) -> tuple[list[Tensor], str]:
-        """Weights on embeddings, whose learning rate is scaled: `(hidden, n * hidden)`, n = 0 for Medusa.
+        """Weights on embeddings, whose learning rate is scaled.
 
-        The second value is the name of the `Recipe` field with the scale.
+        They are `(hidden, n * hidden)`, n = 0 for Medusa. The second value is the name of the
+        `Recipe` field with the scale.
         """
         size = self.config.hidden_size
         return [

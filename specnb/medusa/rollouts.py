@@ -146,7 +146,7 @@ def _target_rows(net: JumpNet, final: Tensor, whole: bool) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
-    """Fit the maps before a copied layer, if there is one, by least squares, on rows `tokens (B, T)`.
+    """Fit the maps before a copied layer, if any, by least squares, on rows `tokens (B, T)`.
 
     They map the states at t and the embedding of token t + 1 to the layer's input at t + 1.
     Positions are weighted so that this input has unit size. The map of the block's own output is

@@ -226,7 +226,8 @@ def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values
 
     Expressions are Jinja expressions; an unknown name raises UndefinedError.
 
-    >>> evaluate({"share": "kept / drafted", "most": "share > 0.5"}, {"kept": 3, "drafted": 4})["most"]
+    >>> names = {"kept": 3, "drafted": 4}
+    >>> evaluate({"share": "kept / drafted", "most": "share > 0.5"}, names)["most"]
     True
     """
     values = dict(names)
@@ -239,7 +240,8 @@ def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values
 def estimate(row: pd.Series, value: str = "speedup", n: int | None = None) -> Estimate:
     """Return a row's `value`, its interval and n_prompts (or `n`); MISSING if it is NaN.
 
-    The interval is in the columns low and high, or with the name of the value before: predicted_low.
+    The interval is in the columns low and high, or with the name of the value before:
+    predicted_low.
     """
     if pd.isna(row[value]):
         return MISSING

@@ -32,7 +32,8 @@ FLAGS = {
     "vLLM": "vllm serve TARGET --speculative-config "
     '\'{{"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": {k}}}\'',
     "transformers": "set num_assistant_tokens={k}, num_assistant_tokens_schedule='constant' and "
-    "assistant_confidence_threshold=0 in draft.generation_config; target.generate(…, assistant_model=draft)",
+    "assistant_confidence_threshold=0 in draft.generation_config; "
+    "target.generate(…, assistant_model=draft)",
 }
 """Setting of K in each engine; {2} and {3} are files. llama.cpp has the option since May 2026. vLLM
 takes Hub repositories. transformers reads the number from the draft model only."""
@@ -52,8 +53,8 @@ def examine(
     """Compare the vocabularies, record the pair on prompts, predict the best K, and run it live.
 
     Returns a JSON document and the page that shows it. In the document, `predicted` is the best K
-    by content and temperature, `live` the timings at K = `k`, and `costs` a sentence about the costs
-    of a round, on which the predictions are based.
+    by content and temperature, `live` the timings at K = `k`, and `costs` a sentence about the
+    costs of a round, on which the predictions are based.
 
     An empty `source` stands for the shipped prompts. `contents` are category names separated by
     commas; the default is all categories of a file, or code, json and prose (json only with a chat

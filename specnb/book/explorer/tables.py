@@ -78,7 +78,8 @@ class Tables:
         self.recordings = tuple(r for r in trace.recordings if r.n_tokens > 1)
         if not self.recordings:
             raise InputError(
-                f"none of {len(trace.recordings)} recordings has two tokens: record longer generations"
+                f"none of {len(trace.recordings)} recordings has two tokens: "
+                "record longer generations"
             )
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
@@ -231,7 +232,8 @@ def stored(folder: str | Path) -> TracedRun:
     record = load_record(folder)
     if not {"verify_curve", "c"} <= record.measurements.keys():
         raise InputError(
-            f"{folder} is a run of {record.experiment}, which has no cost curve: give a 09_explorer run"
+            f"{folder} is a run of {record.experiment}, "
+            "which has no cost curve: give a 09_explorer run"
         )
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
     return TracedRun(record, Trace.load(folder / TRACE), curve, record.measurements["c"])
@@ -266,8 +268,8 @@ def sweep_k(tables: Tables, curve: CostCurve, c: Mapping[str, float]) -> pd.Data
     """Return one row per machine, drafter, content, temperature and fixed K from 0 (plain).
 
     The machine of the trace comes first, the others are simulated; settings with a top_p below 1
-    are omitted. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay provides. Speeds are
-    predicted from T(1).
+    are omitted. Columns: machine, busy, drafter, and those of `tables.k_sweep` that a replay
+    provides. Speeds are predicted from T(1).
     """
     frames = []
     temperatures = [temperature for temperature, top_p in tables.samplings if top_p == 1]

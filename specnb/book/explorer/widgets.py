@@ -54,16 +54,21 @@ class Explorer(anywidget.AnyWidget):
     _esm = """
     function render({ model, el }) {
       const frame = document.createElement("iframe");
-      const fitting = new ResizeObserver(([{ target }]) => { frame.style.height = `${target.offsetHeight}px`; });
+      const fitting = new ResizeObserver(([{ target }]) => {
+        frame.style.height = `${target.offsetHeight}px`;
+      });
       const paint = () => { // in the theme of the surrounding page
-        const bright = getComputedStyle(el).color.match(/\\d+/g).slice(0, 3).every((part) => part > 127);
+        const channels = getComputedStyle(el).color.match(/\\d+/g).slice(0, 3);
+        const bright = channels.every((part) => part > 127);
         frame.contentDocument.documentElement.style.colorScheme = bright ? "dark" : "light";
       };
       const receive = (message) => frame.contentWindow.receive(message);
       const names = ["k", "round", "drafter", "content", "policy", "temperature", "top_p"];
       let own = false; // whether the page has changed the traits
       const move = () => {
-        if (!own) frame.contentWindow.move(Object.fromEntries(names.map((name) => [name, model.get(name)])));
+        if (own) return;
+        const values = names.map((name) => [name, model.get(name)]);
+        frame.contentWindow.move(Object.fromEntries(values));
       };
       const tell = (place) => {
         own = true;
@@ -83,10 +88,16 @@ class Explorer(anywidget.AnyWidget):
       Object.assign(frame.style, { width: "100%", border: 0 });
       Object.assign(frame, { title: "explorer", srcdoc: model.get("_page") });
       el.append(frame);
-      const repainting = new MutationObserver(() => setTimeout(paint, 300)); // JupyterLab names its theme there
-      repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
-      return () => { fitting.disconnect(); repainting.disconnect(); model.off("msg:custom", receive);
-        for (const event of moves) model.off(event, move); };
+      const repainting = new MutationObserver(() => setTimeout(paint, 300));
+      // JupyterLab names its theme in these attributes.
+      const themes = ["data-jp-theme-name", "data-jp-theme-light"];
+      repainting.observe(document.body, { attributeFilter: themes });
+      return () => {
+        fitting.disconnect();
+        repainting.disconnect();
+        model.off("msg:custom", receive);
+        for (const event of moves) model.off(event, move);
+      };
     }
     export default { render };
     """
@@ -134,7 +145,7 @@ class Explorer(anywidget.AnyWidget):
         )
 
     def _repr_mimebundle_(self, **asked: Any) -> tuple[dict, dict]:
-        """Return the widget and, for readers without a kernel, HTML or a figure of every drafter."""
+        """Return the widget and, for readers without a kernel, HTML or a figure of all drafters."""
         widget, metadata = super()._repr_mimebundle_(**asked)
         if self._still:
             return widget | {"text/html": self._still, "text/plain": "Explorer"}, metadata
@@ -201,8 +212,11 @@ class Explorer(anywidget.AnyWidget):
                 for name in ("drafter", "temperature", "top_p", "content")
             },
         }
-        line = f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times plain decoding in the same engine"
-        line += f" on this machine; predicted for the {'same' if ids else 'recorded'} prompts: {predicted:.2f}."
+        line = (
+            f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times "
+            "plain decoding in the same engine on this machine; "
+            f"predicted for the {'same' if ids else 'recorded'} prompts: {predicted:.2f}."
+        )
         if busy:
             line += f" Measured while {BUSY}: run it again."
         return {"outcome": line, "point": plain(point, nan=None)}
@@ -242,13 +256,17 @@ class Plot(anywidget.AnyWidget):
       const draw = () => {
         const { width = 960, height = 480, ...look } = now("_look");
         Object.assign(el.style, { width: `${width}px`, maxWidth: "100%" });
-        return plotly.react(figure, now("_traces"), { ...themed(look), height, autosize: true }, CONFIG);
+        const layout = { ...themed(look), height, autosize: true };
+        return plotly.react(figure, now("_traces"), layout, CONFIG);
       };
       const themed = (look) => { // text in the page's color on its background, in any theme
-        const color = getComputedStyle(el).color, ground = "rgba(0,0,0,0)", gridcolor = "rgba(128,128,128,.3)";
-        const theme = look.template?.layout ?? {}, axis = { linecolor: color, tickcolor: color, gridcolor };
+        const color = getComputedStyle(el).color;
+        const ground = "rgba(0,0,0,0)", gridcolor = "rgba(128,128,128,.3)";
+        const theme = look.template?.layout ?? {};
+        const axis = { linecolor: color, tickcolor: color, gridcolor };
         const axes = { xaxis: { ...theme.xaxis, ...axis }, yaxis: { ...theme.yaxis, ...axis } };
-        const paper = { paper_bgcolor: ground, plot_bgcolor: ground, font: { ...theme.font, color }, ...axes };
+        const font = { ...theme.font, color };
+        const paper = { paper_bgcolor: ground, plot_bgcolor: ground, font, ...axes };
         return { ...look, template: { ...look.template, layout: { ...theme, ...paper } } };
       };
       let drawnWidth = 0;
@@ -261,8 +279,10 @@ class Plot(anywidget.AnyWidget):
       model.on("change:_traces", draw);
       draw();
       fitting.observe(el);
-      const repainting = new MutationObserver(() => setTimeout(draw, 300)); // JupyterLab names its theme there
-      repainting.observe(document.body, { attributeFilter: ["data-jp-theme-name", "data-jp-theme-light"] });
+      const repainting = new MutationObserver(() => setTimeout(draw, 300));
+      // JupyterLab names its theme in these attributes.
+      const themes = ["data-jp-theme-name", "data-jp-theme-light"];
+      repainting.observe(document.body, { attributeFilter: themes });
       return () => { fitting.disconnect(); repainting.disconnect(); plotly.purge(figure); };
     }
     export default { render };

@@ -195,9 +195,10 @@ def capture(
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
-            compiled = f"{name or 'the model itself'!r} ({type(module).__name__}) is compiled and bypasses hooks"
+            compiled = f"{name or 'the model itself'!r} ({type(module).__name__})"
             raise InputError(
-                f"{compiled}: run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)"
+                f"{compiled} is compiled and bypasses hooks: "
+                "run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)"
             )
     builder, models = TraceBuilder(model, states=states), {OWN: model, **(known or {})}
     parameters = AtUse(models, builder.use, builder.running) if at_use else nullcontext()

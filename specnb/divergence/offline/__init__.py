@@ -118,8 +118,9 @@ class Comparison(NamedTuple):
         elif "changed" in read:
             why = f"; its inputs agree, and {read['changed']} as read has different values"
         return (
-            f"first at {name_module(node)}, {node.n_tokens} tokens from position {node.first_token} "
-            f"to {node.last_token}: {place} differs by {node.error:.2g}, floor {node.floor:.1g}{why}"
+            f"first at {name_module(node)}, {node.n_tokens} tokens "
+            f"from position {node.first_token} to {node.last_token}: "
+            f"{place} differs by {node.error:.2g}, floor {node.floor:.1g}{why}"
         )
 
 
@@ -212,8 +213,10 @@ def _coverage(difference: Difference) -> dict[str, Any]:
         "reshaped": difference.reshaped,
     }
     says = (
-        "{compared} of {modules} modules, {tensors} tensors ({equal} bit-identical) at {tokens} tokens; "
-        f"{len(reference ^ candidate)} tensors in one trace only, {len(difference.left_out)} without a token axis, "
+        "{compared} of {modules} modules, {tensors} tensors ({equal} bit-identical) "
+        "at {tokens} tokens; "
+        f"{len(reference ^ candidate)} tensors in one trace only, "
+        f"{len(difference.left_out)} without a token axis, "
         f"{len(difference.reshaped)} of other shapes"
     ).format(**counts)
     if not counts["parameters"]:
@@ -258,15 +261,22 @@ def _doubts(
         if key in difference.errors and not np.isnan(difference.errors[key]).all()
     ]
     if not seen or not final.isdisjoint(difference.reshaped):
-        yield "the output of the model was not compared, or has another shape: capture the same complete model"
+        yield (
+            "the output of the model was not compared, or has another shape: "
+            "capture the same complete model"
+        )
     flipped = difference.positions[difference.n_alike :]
     if grown["position"].isin(flipped).any():
-        yield f"from position {flipped[0]} on, another expert was chosen at a tie: later positions cannot be judged"
+        yield (
+            f"from position {flipped[0]} on, another expert was chosen at a tie: "
+            "later positions cannot be judged"
+        )
     error, ratio = grown["error"].max(), grown["ratio"].max()
     if ratio > GROWN or error >= LARGE:
         usual = "those of the sound runs" if calibrated else "rounding"
         yield (
-            f"errors grow to {error:.2g}, {ratio:.2g} times {usual}, and no module is wrong by itself: "
+            f"errors grow to {error:.2g}, {ratio:.2g} times {usual}, "
+            "and no module is wrong by itself: "
             "give (more) `sound` traces (`… capture … --width 5`)"
         )
 

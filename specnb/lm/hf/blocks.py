@@ -67,7 +67,8 @@ class FileMatrix:
     def forget(self) -> None:
         """Release the mapped pages of the file; the system decides when to free them."""
         if isinstance(self.data, np.memmap):
-            self.data._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue]
+            pages = self.data._mmap  # pyright: ignore[reportAttributeAccessIssue]
+            pages.madvise(mmap.MADV_DONTNEED)
 
     def _read(self, rows: slice | np.ndarray) -> np.ndarray:
         return self.data[rows if self.order is None else self.order[rows]].copy()

@@ -163,7 +163,10 @@ def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
         getattr(config, "alibi", False)
         or "position_ids" not in inspect.signature(model.forward).parameters
     ):
-        return f"{name} takes the positions of tokens from their index in the cache, not from position_ids"
+        return (
+            f"{name} takes the positions of tokens from their index in the cache, "
+            "not from position_ids"
+        )
     if attention not in MASKED:
         return f"its attention ({attention}) accepts no tree mask: use {' or '.join(MASKED)}"
     return ""
