@@ -1,6 +1,7 @@
-"""Check types: pyright, basic mode. Modules that `untyped.txt` names may have errors; the list can only shrink.
+"""Check types: pyright, basic mode. Modules in `untyped.txt` may have errors; it can only shrink.
 
-Fails for an error in any other module, and for a module on the list that has none any more. `--write` lists anew.
+Fails for an error in any other module, and for a module on the list that has none any more.
+`--write` lists anew.
 """
 
 import json

@@ -1,8 +1,9 @@
 """Derive what claims are judged by that need no run: `python -m data.claims` writes `claims.json`.
 
-Values follow from a field report's speeds (`report/`), published vocabularies and configurations, records of
-`tests/benchmarks`, costs of named machines and toy models. An interval is `[value, low, high, n]`; null marks a value
-that is not available. `specnb.book.claims.read_fixed` reads them.
+Values follow from a field report's speeds (`report/`), published vocabularies and configurations,
+records of `tests/benchmarks`, costs of named machines and toy models. An interval is
+`[value, low, high, n]`; null marks a value that is not available. `specnb.book.claims.read_fixed`
+reads them.
 """
 
 import json
@@ -41,7 +42,7 @@ PAIRS = {
 }
 """Target and draft of the pairs that claims are about."""
 VICUNA_HEADS = (0.560, 0.316, 0.201, 0.147)
-"""How often each Medusa head on Vicuna 7B is right (assets/medusa_acc.csv of its repository, Apache-2.0)."""
+"""How often each Medusa head on Vicuna 7B is right (Medusa's assets/medusa_acc.csv, Apache-2.0)."""
 
 
 def derive() -> dict[str, Any]:
@@ -52,7 +53,7 @@ def derive() -> dict[str, Any]:
 
 
 def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
-    """Return the named values of the report's `runs`, which claims of notebooks 01, 02 and 09 are judged by."""
+    """Return named values of the report's `runs`; claims of 01, 02 and 09 are judged by them."""
     rows, (copy,) = (
         report.compare_with_line(runs, report.fit_line(runs)),
         runs[runs["content"] == "self"].itertuples(),
@@ -102,7 +103,7 @@ def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
 
 
 def derive_sizes() -> dict[str, Any]:
-    """Return what follows from stated numbers: memory bandwidths, files of 46 and 28 GB, KV slots."""
+    """Return what follows from given numbers: memory bandwidth, files of 46 and 28 GB, KV slots."""
     channels, bytes_each, k, c = 12, 8, 4, 28 / 46
     slots = (336, 416, 176, 256)
     return {
@@ -116,7 +117,7 @@ def derive_sizes() -> dict[str, Any]:
 
 
 def derive_hybrid() -> dict[str, Any]:
-    """Return the shape of Qwen3-Next by its configuration, whether it is the report's, and the sizes of its states."""
+    """Return Qwen3-Next's configured shape, whether it is the report's, and its state sizes."""
     sizes = mebibytes(state_memory.of_models(state_memory.parts, ["qwen3-next"])).set_index(
         "quantity"
     )["n_mib"]
@@ -149,7 +150,7 @@ def is_code_by_report(text: str) -> bool:
 
 
 def derive_pairs() -> dict[str, Any]:
-    """Return what `compat` says of PAIRS, for notebook 03: each `_fits` where tokens can be verified as they are."""
+    """Return what `compat` says of PAIRS, for 03: each `_fits` if tokens can be verified as is."""
     values: dict[str, Any] = {}
     for name, (target, draft) in PAIRS.items():
         pair = check(describe(target), describe(draft))
@@ -163,7 +164,7 @@ def derive_pairs() -> dict[str, Any]:
 
 
 def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
-    """Return what becomes of a pair of toys that agrees when `drafter` drafts, and named machines' gain, for 08."""
+    """Return how toys that agree fare when `drafter` drafts, and named machines' gain, for 08."""
     prompt, k = [0, 1], 4
     cured, sound = (
         generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20)
@@ -185,7 +186,7 @@ def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
 
 
 def derive_mixture() -> dict[str, Any]:
-    """Return T(5)/T(1) of a mixture of experts over that of a dense model, from `data/report/mixture.json`."""
+    """Return T(5)/T(1) of a mixture of experts over a dense model's, by `report/mixture.json`."""
     measured = read_json(FOLDER / "report" / "mixture.json")
     ratios = {row["model"]: row["ratio"] for row in measured["rows"] if row["width"] == 5}
     return {
@@ -196,7 +197,7 @@ def derive_mixture() -> dict[str, Any]:
 
 
 def derive_quant_gap() -> dict[str, Any]:
-    """Return the best K of q4_0 drafting for q8_0, as `tests.benchmarks.quant_gap` timed it in llama.cpp."""
+    """Return the best K of q4_0 drafting for q8_0 in llama.cpp, by `tests.benchmarks.quant_gap`."""
     rows = pd.DataFrame(read_json(BENCHMARKS / "quant_gap.json")["rows"])
     drafted = rows.query("target == 'q8_0' and draft == 'q4_0' and method != 'plain'")
     best = drafted.sort_values("speedup").to_dict("records")[-1]
@@ -210,7 +211,7 @@ def derive_quant_gap() -> dict[str, Any]:
 
 
 def derive_loose() -> dict[str, Any]:
-    """Return tokens per target pass of loose suffix matches over exact ones, from `tests/benchmarks/copiers.json`."""
+    """Return tokens per target pass, loose suffix matches over exact ones, from `copiers.json`."""
     rows = pd.DataFrame(read_json(BENCHMARKS / "copiers.json")["rows"])
     values = {}
     for content in ("code", "prose"):
@@ -223,7 +224,7 @@ def derive_loose() -> dict[str, Any]:
 
 
 def derive_heads() -> dict[str, Any]:
-    """Return the acceptance of published heads in chains of 1 to 4, and whether AdamW steps without a gradient."""
+    """Return published heads' acceptance, chains of 1 to 4, and if AdamW steps without gradient."""
     chains = np.cumprod(VICUNA_HEADS).cumsum() / [1, 2, 3, 4]
     frozen = torch.ones(2)
     optimizer = torch.optim.AdamW([frozen])

@@ -1,10 +1,10 @@
-"""Write greedy texts by other engines, as installed, plainly and with drafts: `texts.jsonl`, which notebook 08 audits.
+"""Write other engines' greedy texts, plain and drafted: `texts.jsonl`, which notebook 08 audits.
 
     .venv/bin/pip install xllamacpp
     .venv/bin/python -m data.foreign.write_texts
 
-SmolLM2-135M in float32 by transformers, and in float16 by llama-cpp-python and by llama.cpp's server, whose draft model
-is the 4-bit copy. Takes five minutes on two cores.
+Engines as installed: SmolLM2-135M in float32 by transformers, and in float16 by llama-cpp-python
+and by llama.cpp's server, whose draft model is the 4-bit copy. Takes five minutes on two cores.
 """
 
 import json
@@ -29,7 +29,7 @@ Write = Callable[[list[int]], list[int]]
 
 
 def transformers_sources() -> Iterator[tuple[str, Write]]:
-    """Open transformers' `generate`: plain, with prompt lookup, and drafted by the target's first half."""
+    """Open transformers' `generate`: plain, prompt lookup, drafted by the target's first half."""
     options = {
         "plain": {},
         "prompt lookup": {"prompt_lookup_num_tokens": K},

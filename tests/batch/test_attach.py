@@ -26,7 +26,7 @@ STEP_MS, TOKEN_MS = 10.0, 1.5
 
 @dataclass
 class Fake:
-    """A server that drafts `k` tokens, each accepted with probability `alpha`; `fault` names its fault."""
+    """A server that drafts `k` tokens, each accepted with chance `alpha`; `fault` names a fault."""
 
     engine: str = "llamacpp"
     k: int = 4

@@ -148,17 +148,21 @@ def sglang(histogram, **totals):
 
 
 LLAMA = (
-    "0.06.896.015 I slot print_timing: id  1 | task 0 | draft acceptance = 0.64479 (  167 accepted /   259 generated), "
+    "0.06.896.015 I slot print_timing: id  1 | task 0 | "
+    "draft acceptance = 0.64479 (  167 accepted /   259 generated), "
     "mean acceptance length =  2.92, acceptance rate per position = (0.805, 0.632, 0.483)\n"
 )
 """From llama.cpp #24536. Other lines and counters are of the same rounds unless stated."""
 LLAMA_NEWER = (
-    "slot print_timing: id 1 | draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92\n"
+    "slot print_timing: id 1 | "
+    "draft acceptance = 0.64479 (  167 accepted /   259 generated), mean len =  2.92\n"
     "slot print_timing: id 1 |      acc per pos = (0.805, 0.632, 0.483)\n"
 )
 VLLM = (
-    "(APIServer pid=1) INFO 05-21 21:11:56 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 3.03, "
-    "Accepted throughput: 3.87 tokens/s, Drafted throughput: 5.72 tokens/s, Accepted: 337 tokens, Drafted: 498 tokens, "
+    "(APIServer pid=1) INFO 05-21 21:11:56 [metrics.py:101] SpecDecoding metrics: "
+    "Mean acceptance length: 3.03, "
+    "Accepted throughput: 3.87 tokens/s, Drafted throughput: 5.72 tokens/s, "
+    "Accepted: 337 tokens, Drafted: 498 tokens, "
     "Per-position acceptance rate: 0.837, 0.669, 0.524, Avg Draft acceptance rate: 67.7%\n"
 )
 METRICS = """# TYPE vllm:spec_decode_num_drafts_total counter
@@ -215,8 +219,10 @@ def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds)
     shares = [(accepted > n).mean() for n in range(k)]
     total = accepted.sum()
     line = (
-        f"draft acceptance = {total / k / rounds:.5f} ({total:5d} accepted / {k * rounds - k // 2:5d} generated), "
-        f"mean len = {1 + total / rounds:5.2f}\nslot | acc per pos = ({', '.join(map('{:.3f}'.format, shares))})\n"
+        f"draft acceptance = {total / k / rounds:.5f} "
+        f"({total:5d} accepted / {k * rounds - k // 2:5d} generated), "
+        f"mean len = {1 + total / rounds:5.2f}\n"
+        f"slot | acc per pos = ({', '.join(map('{:.3f}'.format, shares))})\n"
     )
     (tmp_path / "log.txt").write_text(line)
     (request,) = read_log(tmp_path / "log.txt")

@@ -77,7 +77,8 @@ def main() -> None:
         )
     for name, frame in frames.items():
         print(
-            f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n{frame.round(3).to_string(index=False)}\n"
+            f"{name} ({given.dtype}, {torch.get_num_threads()} threads)\n"
+            f"{frame.round(3).to_string(index=False)}\n"
         )
     tables = {name: frame.to_dict("records") for name, frame in frames.items()}
     out = (

@@ -1,4 +1,4 @@
-"""What `specnb attach --compare` reports between builds of llama.cpp's server, and for planted changes.
+"""What `specnb attach --compare` reports between llama.cpp server builds, and for planted changes.
 
     pip install xllamacpp==2026.9.11063
     python -m tests.benchmarks.builds measure older.json
@@ -6,8 +6,9 @@
     python -m tests.benchmarks.builds measure newer.json --repeats 9 --changes
     python -m tests.benchmarks.builds compare older.json newer.json
 
-`measure` takes fingerprints of one build: repeated, unchanged (A/A pairs, of which none may differ),
-and with each of eight changes. `compare` prints the verdict on each pair and stores the counts.
+`measure` takes fingerprints of one build: repeated, unchanged (A/A pairs, of which none may
+differ), and with each of eight changes. `compare` prints the verdict on each pair and stores the
+counts.
 """
 
 import argparse

@@ -29,7 +29,7 @@ DRAFTERS = {"plain": None, "lookup": "lookup"}
 def speeds(
     target: LanguageModel, n_busy: int, n_prompts: int
 ) -> dict[str, list[tuple[float, ...]]]:
-    """Return for each drafter a row per prompt: (tokens, seconds) next to `n_busy` processes, then without them."""
+    """Return each drafter's (tokens, seconds) by prompt: with `n_busy` processes, then without."""
     rows = {name: [] for name in DRAFTERS}
     for at, prompt in enumerate(prompts("edit", limit=n_prompts)):
         took = {}
@@ -81,7 +81,8 @@ def main() -> None:
                 }
             )
             print(
-                f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) of {free:.1f} tokens/s"
+                f"{name}, {drafter}: {ratio.value:.2f} ({ratio.low:.2f}-{ratio.high:.2f}) "
+                f"of {free:.1f} tokens/s"
             )
         target.close()
     write_record(given.out, {"neighbours": given.neighbours, "rows": table})

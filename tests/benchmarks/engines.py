@@ -1,7 +1,8 @@
 """T(n) of each engine on the same weights: milliseconds of a forward pass over n tokens after 256.
 
     python -m tests.benchmarks.engines
-    python -m tests.benchmarks.engines --targets qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --types int4
+    python -m tests.benchmarks.engines --types int4 \\
+        --targets qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 
 Engines run interleaved. Ratios are over T(1) of llama.cpp at its fastest (exact=false) on the same
 file. `same_bits_up_to` is the largest number of tokens for which a forward pass is bit-identical to

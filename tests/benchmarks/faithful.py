@@ -1,7 +1,8 @@
 """Mean and median KL divergence of each engine from the file's own weights in float32.
 
     python -m tests.benchmarks.faithful --target smollm2-135m
-    python -m tests.benchmarks.faithful --target qwen2.5-coder-1.5b-instruct-q4_k_m.gguf --tokens 2048
+    python -m tests.benchmarks.faithful --tokens 2048 \\
+        --target qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 
 The reference dequantizes the file to float32, in torch. Texts are held-out passages of code and
 prose, on which we trained no model. KL is KL(reference || engine), in nats per token.
@@ -47,7 +48,7 @@ def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:
 
 
 def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return KL(reference || other) of each row, and whether both have the same most likely token."""
+    """Return KL(reference || other) of each row, and whether both have the same top token."""
     width = min(reference.shape[1], other.shape[1])
     reference, other = reference[:, :width], other[:, :width]
     return (np.exp(reference) * (reference - other)).sum(1), reference.argmax(1) == other.argmax(1)

@@ -1,8 +1,9 @@
 """How often speculative greedy text diverges from plain greedy text, counted token by token.
 
-    python -m tests.benchmarks.forks --models smollm2-135m "smollm2-135m:f16?exact=true" --tokens 2000 --threads 1,2,3
-    python -m tests.benchmarks.forks --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra --tokens 7000 \
-        --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
+    python -m tests.benchmarks.forks --models smollm2-135m "smollm2-135m:f16?exact=true" \\
+        --tokens 2000 --threads 1,2,3
+    python -m tests.benchmarks.forks --models "smollm2-135m?backend=hf&dtype=int4" --heads hydra \\
+        --tokens 7000 --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
 
 Generates `--tokens` speculative tokens for each model and number of threads: prompt lookup and a
 draft model with K = 1 to 16 in turn, and with `--heads` chains of 1 to 4 tokens and trees of 1 to
@@ -103,7 +104,10 @@ def main() -> None:
                         sum(row["fork"] is not None for row in of),
                         "certified" if promised else "other",
                     )
-                    counted = f"{forks} forks in {len(of)} {kind} texts of {sum(row['tokens'] for row in of)} tokens"
+                    counted = (
+                        f"{forks} forks in {len(of)} {kind} texts "
+                        f"of {sum(row['tokens'] for row in of)} tokens"
+                    )
                     print(f"{model.name}: {counted}" + f"; {certificate}" * promised, flush=True)
     add_rows(given.out, {"runs": runs})
 

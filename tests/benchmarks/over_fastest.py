@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.over_fastest
     python -m tests.benchmarks.over_fastest --target …/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf \\
-        --plan edit=lookup:3,lookup:7 json=DRAFT:3 code=DRAFT:3 --draft …/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
+        --plan edit=lookup:3,lookup:7 json=DRAFT:3 code=DRAFT:3 \\
+        --draft …/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 
 Both engines open the same 4-bit file; drafters run with the torch int4 target, greedy. Every
 method, including both plain decodings, runs each prompt in turn. Speeds are tokens per second after

@@ -21,7 +21,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def arguments(description: str, script: str) -> ArgumentParser:
-    """Return a parser with `--out`, the JSON record to write, by default the one next to the script."""
+    """Return a parser with `--out`, the JSON record to write, by default next to the script."""
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
     record = Path(script).with_suffix(".json")
     parser.add_argument(

@@ -46,8 +46,8 @@ def serve(
 ) -> Iterator[str]:
     """Run llama.cpp's server in this process, with K = `k`, and yield its URL.
 
-    `verify_threads` is the number of threads in passes over several tokens (default: `threads`), `key_type` the type
-    of the keys in the KV cache.
+    `verify_threads` is the number of threads in passes over several tokens (default: `threads`),
+    `key_type` the type of the keys in the KV cache.
     """
     params = upstream.CommonParams()
     params.model_alias = {target}
@@ -134,7 +134,8 @@ def main(each: int, tokens: int, threads: int) -> None:
         best = rows.loc[rows["speedup"].idxmax()]
         loss = 1 - best["measured_speedup"] / rows["measured_speedup"].max()
         print(
-            f"{content}: best K computed {best['k']}, {100 * loss:.1f} % slower than the best measured"
+            f"{content}: best K computed {best['k']}, "
+            f"{100 * loss:.1f} % slower than the best measured"
         )
     document = {
         "target": TARGET,

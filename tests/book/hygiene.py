@@ -26,7 +26,8 @@ UNCHECKED = "nbval-ignore-output"
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 FIGURES = re.compile(r"image/|application/vnd\.plotly|application/vnd\.jupyter\.widget-view")
 ABSOLUTE = re.compile(
-    r"(?<![\w.+/<-])/(?:home|root|work|workspace|tmp|var|opt|srv|mnt|media|usr|Users|private|content|scratch)\b"
+    r"(?<![\w.+/<-])/(?:home|root|work|workspace|tmp|var|opt|srv|mnt|media|usr"
+    r"|Users|private|content|scratch)\b"
     r"|\bfile://"
     r"|\b[A-Za-z]:(?:\\{1,2}|/)(?:Users|Windows|Program|Temp|Documents)"
 )
@@ -89,12 +90,18 @@ def _cells(nb: NotebookNode) -> Iterator[str]:
     for index, cell in enumerate(nb.cells):
         texts = list(_texts(cell))
         if match := next(filter(None, map(ABSOLUTE.search, (cell.source, *texts))), None):
-            yield f"cell {index}: holds an absolute path: {match.string[match.start() : match.end() + 30]!r}"
+            yield (
+                f"cell {index}: holds an absolute path: "
+                f"{match.string[match.start() : match.end() + 30]!r}"
+            )
         if cell.cell_type != "code":
             continue
         ran += 1
         if not cell.source.strip() or cell.execution_count != ran:
-            yield f"cell {index}: empty, or execution count {cell.execution_count}, must be {ran}: run all"
+            yield (
+                f"cell {index}: empty, or execution count {cell.execution_count}, "
+                f"must be {ran}: run all"
+            )
         if any(output.output_type == "error" for output in cell.outputs):
             yield f"cell {index}: holds an error output"
         if re.search(r"^\s*(def|class) ", cell.source, re.MULTILINE):
@@ -103,9 +110,15 @@ def _cells(nb: NotebookNode) -> Iterator[str]:
         if UNCHECKED not in _tags(cell):
             checked += any(texts)
             if any(map(FIGURES.match, kinds)):
-                yield f"cell {index}: shows a figure: tag it {UNCHECKED}, check its numbers in a table before it"
+                yield (
+                    f"cell {index}: shows a figure: tag it {UNCHECKED}, "
+                    "check its numbers in a table before it"
+                )
     if checked < MIN_CHECKED_CELLS:
-        yield f"has {checked} cells whose output nbval checks, must have {MIN_CHECKED_CELLS}: show facts that stay true"
+        yield (
+            f"has {checked} cells whose output nbval checks, must have {MIN_CHECKED_CELLS}: "
+            "show facts that stay true"
+        )
 
 
 def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
@@ -113,7 +126,10 @@ def _parameters(path: Path, nb: NotebookNode) -> Iterator[str]:
     cells = [cell for cell in nb.cells if "parameters" in _tags(cell)]
     kind = getattr(params, nb.metadata.get("specnb", {}).get("params", ""), None)
     if len(cells) != 1 or kind is None:
-        yield f"has {len(cells)} cells tagged `parameters`, must have 1, and metadata.specnb.params names their class"
+        yield (
+            f"has {len(cells)} cells tagged `parameters`, must have 1, "
+            "and metadata.specnb.params names their class"
+        )
         return
     shown = declared(cells[0].source)
     expected = kind(budget="quick").model_dump(mode="json") | dict.fromkeys(kind.sizes)

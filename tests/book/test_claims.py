@@ -65,7 +65,7 @@ def record_of(notebook: str, **measured) -> RunRecord:
 
 
 def tables_of(record: RunRecord) -> dict:
-    """Return the tables that a notebook passes in addition to its record; those of 04 are not in any record."""
+    """Return the tables that a notebook passes besides its record; those of 04 are in no record."""
     match record.experiment:
         case "02_adaptive_k":
             return {"worst": adaptive_k.worst(record)}

@@ -24,7 +24,9 @@ from datetime import UTC, datetime
 from specnb import store
 from specnb.records import RunRecord
 now = datetime.now(UTC)
-record = RunRecord(run_id="any", experiment="any", params={"k": k}, provenance={}, started=now, ended=now)
+record = RunRecord(
+    run_id="any", experiment="any", params={"k": k}, provenance={}, started=now, ended=now
+)
 print(store.save(record, store.results_dir()))
 """
 
@@ -120,7 +122,7 @@ def test_a_failed_run_reports_its_error_and_keeps_the_partial_notebook(run, code
         assert "Segmentation fault" in (Path(outcome.output).parent / "kernel.log").read_text()
 
 
-# --- without a kernel -----------------------------------------------------------------------------------------------
+# --- without a kernel -----------------------------------------------------------------------------
 
 
 def write_notebook(source: Path, output: Path, *_) -> None:

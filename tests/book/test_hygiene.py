@@ -50,7 +50,10 @@ def rounded(data: object) -> object:
 
 
 def test_sanitize_rules_mask_the_machine_and_nothing_else():
-    masked = r"in '/tmp/pytest-1/x', C:\Users\x, 123e4567-e89b-12d3-a456-426614174000, 1.25 s, K 4, 1.25, https://a.org/tmp/x"
+    masked = (
+        r"in '/tmp/pytest-1/x', C:\Users\x, 123e4567-e89b-12d3-a456-426614174000, "
+        "1.25 s, K 4, 1.25, https://a.org/tmp/x"
+    )
     masked += ', </div><p class="quick">x</p>'
     for pattern, replacement in get_sanitize_patterns(
         (FOLDER / "sanitize.cfg").read_text(encoding="utf-8")

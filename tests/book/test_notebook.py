@@ -113,7 +113,10 @@ def test_metadata_without_a_class_of_parameters_are_refused(tmp_path, metadata):
         notebook.defaults(source)
 
 
-NOTEBOOK = b'{"nbformat": 4, "nbformat_minor": 5, "metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
+NOTEBOOK = (
+    b'{"nbformat": 4, "nbformat_minor": 5, '
+    b'"metadata": {"specnb": {"params": "Nothing"}}, "cells": []}'
+)
 
 
 @pytest.mark.parametrize(

@@ -151,7 +151,8 @@ def test_the_page_needs_no_network_and_its_title_is_text(no_browser):
 
 def test_the_caption_names_run_models_machine_and_warnings():
     assert caption_of("Speed-up", record_of()) == (
-        "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, on Some CPU (2 cores)."
+        "Speed-up: run abc123 of 01_k_sweep, SmolLM2-135M, torch with prompt lookup, "
+        "on Some CPU (2 cores)."
     )
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
     here = HERE | {

@@ -27,7 +27,8 @@ from tests.book.test_explorer import PROMPTS, recorded
 
 pytestmark = [pytest.mark.browser, pytest.mark.slow]
 SHOWN = re.compile(
-    r"predicted (.+) times plain decoding in .+, prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+))"
+    r"predicted (.+) times plain decoding in .+, "
+    r"prompts: (\d+) \((?:no|95 % interval (.+) to ([\d.]+))"
 )
 COUNTED = re.compile(r"(\d+) of (\d+) draft tokens accepted.* tau ([\d.]+): (\d+) tokens")
 MOVE = """([id, value]) => {
@@ -47,7 +48,10 @@ def move(frame, **values) -> None:
 
 def position(frame, temperature: float, top_p: float = 1.0) -> int:
     """Return the position of the temperature slider for a sampling."""
-    found = "([t, p]) => trace.samplings.findIndex((each) => each.temperature === t && each.top_p === p)"
+    found = (
+        "([t, p]) => trace.samplings.findIndex("
+        "(each) => each.temperature === t && each.top_p === p)"
+    )
     return frame.evaluate(found, [temperature, top_p])
 
 

@@ -76,7 +76,9 @@ def notebook(folders, tmp_path_factory):
         return pd.DataFrame([{"seconds": 0.1}])
 
     with pytest.MonkeyPatch.context() as patch:
-        known = lambda _target, given: tuple(ids[given.id] if isinstance(given, Prompt) else given)  # noqa: E731
+        known = lambda _target, given: tuple(  # noqa: E731
+            ids[given.id] if isinstance(given, Prompt) else given
+        )
         patch.setattr("specnb.decode.generate.prompt_ids", known)
         patch.setattr(trained_heads, "load", lambda _name, **_options: periodic.backbone_model())
         patch.setattr(trained_heads, "write_study_text", write_text)

@@ -113,7 +113,7 @@ def test_users_models_are_opened_in_torch(investigate, tiny, tmp_path, monkeypat
     assert {s["setup"] for s in document["setups"] if s["verdict"] == "clean"} == {"S0", "S3"}
 
 
-# --- check, audit, faults ---------------------------------------------------------------------------------------
+# --- check, audit, faults -------------------------------------------------------------------------
 
 
 def test_a_pair_is_checked_and_a_failure_is_named(specnb, tiny, monkeypatch):

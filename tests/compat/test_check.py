@@ -135,7 +135,8 @@ def test_a_report_predicts_acceptance_unless_the_reach_is_unknown():
         )
 
 
-REPORT = [  # target, draft, verdict, llama.cpp accepts, topics other than tokens; comments: the report's reason
+# target, draft, verdict, llama.cpp accepts, topics other than tokens; comments: the report's reason
+REPORT = [
     ("qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # works
     (
         "deepseek-r1-distill-qwen-32b",

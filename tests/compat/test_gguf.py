@@ -45,7 +45,7 @@ def key_value(key, kind, data):
 
 
 def packed(value):
-    """Return the type and bytes of a bool, a number, a text, or a list of texts, floats or int32."""
+    """Return the type and bytes of a bool, number or text, or a list of texts, floats or int32."""
     match value:
         case bool():
             return BOOL, bytes([value])
@@ -168,7 +168,7 @@ def as_llama_cpp(path):
 
 
 def test_missing_and_out_of_range_values_get_llama_cpps_defaults(tmp_path):
-    """Old converters wrote -1 or the number of tokens for "none"; llama.cpp opens these files, and so must we."""
+    """Old converters wrote -1 or the token count for "none"; llama.cpp opens it: so must we."""
     for pre, bos in (("llama-bpe", 11), ("glm4", None)):
         d = as_llama_cpp(bpe_file(tmp_path, ["▁a"], pre=pre))
         assert d.add_bos == (bos is not None) and d.bos == bos

@@ -50,7 +50,7 @@ def prefill(model):
     generate(model, steps=0)
 
 
-# --- recorded tensors -------------------------------------------------------------------------------------------------
+# --- recorded tensors -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_nested_arguments_and_outputs_have_dotted_names():
     assert len(twice.params) == 8  # weight and bias of each call
 
 
-# --- owners of weights ------------------------------------------------------------------------------------------------
+# --- owners of weights ----------------------------------------------------------------------------
 
 
 def test_unknown_weights_are_digested_and_freed_and_tied_ones_share_a_path(llama):
@@ -221,7 +221,7 @@ def test_a_modified_weight_keeps_its_owner_and_gets_a_new_digest():
     assert params["digest"].iloc[-1] in {digest_tensor(weight) for weight in model.parameters()}
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 class Fails(nn.Module):
@@ -265,7 +265,7 @@ def test_a_compiled_model_is_refused():
     assert not inside[0]._forward_hooks
 
 
-# --- steps and the token axis -----------------------------------------------------------------------------------------
+# --- steps and the token axis ---------------------------------------------------------------------
 
 
 class Engine(nn.Module):

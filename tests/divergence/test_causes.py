@@ -113,9 +113,9 @@ def int8_cache(draft, neighbour):
 
     def around(original, *args, past_key_values, **kwargs):
         update = past_key_values.update
-        stored = lambda keys, values, *rest, **more: update(
+        stored = lambda keys, values, *rest, **more: update(  # noqa: E731
             rounded(keys), rounded(values), *rest, **more
-        )  # noqa: E731
+        )
         with replaced(past_key_values, "update", stored):
             return original(*args, past_key_values=past_key_values, **kwargs)
 

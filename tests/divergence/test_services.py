@@ -321,7 +321,9 @@ def test_permuted_neurons_are_reported_as_harmless():
         setups=["S0"],
     )
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
-    scaled = lambda draft, _: change_values({down(draft).weight: 1.3 * down(draft).weight})  # noqa: E731
+    scaled = lambda draft, _: change_values(  # noqa: E731
+        {down(draft).weight: 1.3 * down(draft).weight}
+    )
     in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
     assert in_half.verdict == "DIVERGENT" and not in_half.reason, (
         "a third is no rounding of bfloat16"

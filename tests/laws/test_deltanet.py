@@ -1,8 +1,8 @@
 """Laws of trees in a Gated DeltaNet: each node has the output of its path alone.
 
-The code is `chapters.delta_rule`. It is compared with `by_hand`, the paper's formula for one path in
-float64 numpy, and with the kernel of transformers. Known faults of such code are planted, and the
-laws must detect them.
+The code is `chapters.delta_rule`. It is compared with `by_hand`, the paper's formula for one path
+in float64 numpy, and with the kernel of transformers. Known faults of such code are planted, and
+the laws must detect them.
 """
 
 import numpy as np

@@ -175,7 +175,7 @@ class Always:
         return int(np.argmax(weights))
 
 
-# --- the same check fails on rules with a planted fault -------------------------------------------------------------
+# --- the same check fails on rules with a planted fault -------------------------------------------
 
 
 def _residual_forgotten(p_target, q_draft, draft_ids, draws):

@@ -423,7 +423,7 @@ def test_snapshots_that_do_not_fit_in_memory_are_not_used(monkeypatch):
         opened("mamba", "snapshots")
 
 
-# --- llama.cpp: its snapshots, saved states, memory, closing and threads ------------------------------------------
+# --- llama.cpp: its snapshots, saved states, memory, closing and threads --------------------------
 
 
 def test_drafts_beyond_the_snapshots_use_the_saved_state(llama):

@@ -52,7 +52,7 @@ def pair(name, seed):
     return model(target_pieces, order=2, seed=seed), model(draft_pieces, seed=100 + seed)
 
 
-# --- the distribution -----------------------------------------------------------------------------------------------
+# --- the distribution -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "sampling", "rule"), GRID)
@@ -94,7 +94,7 @@ def test_the_same_model_with_other_ids_is_never_rejected(pieces, sampling):
         )
 
 
-# --- the fault of transformers 5.23, planted ------------------------------------------------------------------------
+# --- the fault of transformers 5.23, planted ------------------------------------------------------
 
 
 class Scattered(ModelDrafter):
@@ -126,7 +126,7 @@ def test_a_token_map_in_another_order_is_detected(name):
     assert off[0] > 0.001 and off[1] > 0.001 and off[2] < 1e-9
 
 
-# --- greedy ---------------------------------------------------------------------------------------------------------
+# --- greedy ---------------------------------------------------------------------------------------
 
 PIECES = st.lists(
     st.sampled_from([b"a", b"b", b"c", b"ab", b"bc", b"abc", b""]), min_size=1, max_size=7
@@ -159,7 +159,7 @@ def test_greedy_output_equals_plain_decoding_for_any_pieces(
         assert made.token_ids == generate(target, prompt, max_new_tokens=24).token_ids
 
 
-# --- the real model -------------------------------------------------------------------------------------------------
+# --- the real model -------------------------------------------------------------------------------
 
 CODE = "def mean(values):\n    return sum(values) / len(values)\n\n\ndef median(values):\n"
 

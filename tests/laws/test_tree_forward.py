@@ -296,7 +296,7 @@ def test_models_without_exact_trees_report_the_reason(kind, config, why):
     assert model.n_past == 0
 
 
-# --- broken trees ---------------------------------------------------------------------------------------------------
+# --- broken trees ---------------------------------------------------------------------------------
 
 
 def one_off(gather):

@@ -21,7 +21,7 @@ from tests.laws.enumerate import distribution, total_variation
 from tests.laws.test_distribution import ONE, Always, off_by
 from tests.laws.trees import Trees
 
-# --- sampling, by exact enumeration ---------------------------------------------------------------------------------
+# --- sampling, by exact enumeration ---------------------------------------------------------------
 
 
 def rejected_one_by_one(logits, proposal, chooser):
@@ -78,7 +78,7 @@ FLAT = [1 / 16] * 16
         ([EVEN, SURE, EVEN, SURE, EVEN, EVEN], [0, 1, 1, 2, 0], (-1, -1, 0, 1, 3), (1, 3, 4)),
         ([EVEN, SURE, SURE, EVEN], [0, 1, 1], (-1, -1, 1), (0,)),
         ([SURE, EVEN, EVEN], [1, 2], (-1, 0), ()),
-        # a high entropy of the target lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
+        # a target of high entropy lowers the threshold: min(epsilon = 0.09, 0.3 * exp(-entropy))
         ([FLAT, FLAT], [3], (-1,), (0,)),
         ([[0.06] * 15 + [0.1], FLAT], [0], (-1,), (0,)),
         ([[0.94, 0.06], [0.94, 0.06]], [1], (-1,), ()),  # 0.3 * exp(-0.23) = 0.24: epsilon applies
@@ -93,7 +93,7 @@ def test_typical_accepts_the_longest_and_most_probable_path_that_passes(rows, id
     assert verdict.next_id == np.argmax(rows[path[-1] + 1 if path else 0])
 
 
-# --- the same checks fail on rules with a planted fault -------------------------------------------------------------
+# --- the same checks fail on rules with a planted fault -------------------------------------------
 
 
 def _best_child_untested(logits, proposal, chooser):

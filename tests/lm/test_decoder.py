@@ -140,7 +140,7 @@ def test_unsupported_models_run_in_transformers(kind, config, dtype, why):
     assert why in model.caps.details["decoder"] and model.caps.same_bits_up_to == 0
 
 
-# --- exactness ------------------------------------------------------------------------------------------------------
+# --- exactness ------------------------------------------------------------------------------------
 
 
 def check_certificates() -> None:

@@ -158,7 +158,10 @@ def test_a_hostile_or_broken_template_raises_one_error_and_has_no_effect():
 
 ENDLESS = (
     "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-    "{% for i in range(10**5) %}{% for j in range(10**5) %}{{ loop.index }}{% endfor %}{% endfor %}",
+    (
+        "{% for i in range(10**5) %}{% for j in range(10**5) %}{{ loop.index }}"
+        "{% endfor %}{% endfor %}"
+    ),
     "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "{% for i in range(10**5) %}{{ range(10**5) | map('string') | join | length }}{% endfor %}",
 )

@@ -67,7 +67,7 @@ def test_a_name_determines_the_weights():
 
 @pytest.fixture
 def timed(monkeypatch):
-    """Return a function that makes a target of 1 s per token and a rival of `rival_s` for `load`."""
+    """Return a function that makes a target of 1 s a token and a rival of `rival_s` for `load`."""
     now = [0.0]
     for module in (loop, __import__("sys").modules["specnb.decode.generate"]):
         monkeypatch.setattr(module, "perf_counter", lambda: now[0])

@@ -117,7 +117,7 @@ def test_the_interval_of_few_prompts_has_its_nominal_coverage(n, spread, length,
     rng = np.random.default_rng(2)
 
     def rows_of(*size):
-        """Return (tokens, seconds, tokens, plain seconds); the log speedups are `spread` around 0."""
+        """Return (tokens, seconds, tokens, plain seconds); log speedups are `spread` around 0."""
         log = spread * (
             rng.standard_normal(size) if tail == "normal" else rng.exponential(size=size) - 1
         )

@@ -39,7 +39,7 @@ class Noisy(toy.ToyLM):
 
 
 def near(gap, noise, at=4, *, float32=False):
-    """Return a model that prefers token 1, but after `at` tokens 2 and 3, whose logits differ by `gap`."""
+    """Return a model that prefers token 1, after `at` tokens 2 and 3 with logits `gap` apart."""
 
     def logits_of(prefix):
         return np.array(

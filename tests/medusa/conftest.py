@@ -1,4 +1,4 @@
-"""Models and heads, built once per session: a random llama, and a backbone whose text is periodic."""
+"""Models and heads, built once per session: a random llama, a backbone whose text is periodic."""
 
 import pytest
 

@@ -27,7 +27,7 @@ for token in range(FIRST, VOCAB):
 
 
 def backbone_model(*, dtype: torch.dtype = torch.float32) -> HfModel:
-    """Return a llama whose layers add nothing and whose lm_head maps each token to the next of its circle."""
+    """Return a llama whose layers add nothing; lm_head maps a token to the next of its circle."""
     net = torch_model("llama", hidden_size=HIDDEN, tie_word_embeddings=False)
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

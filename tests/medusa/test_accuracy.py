@@ -53,7 +53,7 @@ def test_shares_of_ranks_by_hand():
 
 
 def test_served_counts_by_hand():
-    """A plain round, all accepted, one of three, none, and an end within the drafts, which rejects none."""
+    """A plain round, all accepted, one of three, none, and an end in the drafts, rejecting none."""
     text = periodic.text_of([(0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)])
     assert accuracy.served_counts(text)[:4].tolist() == [[3, 4], [2, 3], [1, 1], [0, 0]]
 
@@ -85,7 +85,7 @@ def test_every_round_accepts_the_drafts_that_are_right_offline(
 
 @pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])
 def test_the_interval_of_a_share_covers_it_even_if_all_or_none_are_hits(share, trials):
-    """Shares of five prompts spread around their mean. A percentile bootstrap covers 40 to 85 % of these."""
+    """Shares of five prompts vary around their mean. A percentile bootstrap covers 40 to 85 %."""
     rng, held = np.random.default_rng(3), 0
     for _ in range(500):
         n = np.maximum(1, rng.poisson(trials, 5))

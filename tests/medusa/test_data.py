@@ -17,7 +17,8 @@ from tests.tiny_models import torch_model
 
 END, ROLE = 2, {"user": 3, "assistant": 4}
 TEMPLATE = (
-    "{% for m in messages %}{{ '\x10' if m.role == 'user' else '\x11' }}{{ m.content }}\x12{% endfor %}"
+    "{% for m in messages %}{{ '\x10' if m.role == 'user' else '\x11' }}"
+    "{{ m.content }}\x12{% endfor %}"
     "{% if add_generation_prompt %}\x11{% endif %}"
 )
 CONTROL = {"\x10": ROLE["user"], "\x11": ROLE["assistant"], "\x12": END}

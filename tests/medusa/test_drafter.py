@@ -1,4 +1,4 @@
-"""Heads as a drafter of tiny torch models: chains, trees, rows of sampled drafts, loading, replay."""
+"""Heads as a drafter of tiny torch models: chains, trees, sampled drafts' rows, loading, replay."""
 
 from collections import Counter
 
@@ -32,7 +32,7 @@ ODD = torch.arange(1, 40, 2)
 
 
 def row_from_scratch(target, heads, tokens, path):
-    """Return the row over the vocabulary of the head after drafts `path`; `tokens[-1]` is the newest token."""
+    """Return the row over the vocabulary of the head after drafts `path`; `tokens[-1]`: newest."""
     with torch.inference_mode():
         with pre_norm_states(target.network) as passes:
             target.network(torch.tensor([list(tokens[:-1])]))

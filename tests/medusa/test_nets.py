@@ -1,4 +1,4 @@
-"""Heads on tiny torch models: untrained ones give the backbone's logits, and training leaves it unchanged."""
+"""Untrained heads on tiny torch models give the backbone's logits; training leaves it unchanged."""
 
 from copy import deepcopy
 

@@ -29,7 +29,7 @@ def walk(circles, text):
 
 @pytest.fixture
 def examples(circles, tmp_path):
-    """Return examples of two rows of tokens 0, 1, 2, …; the hidden state of each is its position."""
+    """Return examples of two rows of tokens 0, 1, 2, …; each one's hidden state is its position."""
 
     def make(own, token_map=None, length=12):
         tokens = np.arange(2 * length, dtype=np.int32).reshape(2, length)

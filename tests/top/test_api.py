@@ -1,4 +1,4 @@
-"""`specnb/API.md` documents the public names; `python -m tests.top.test_api` generates it from docstrings."""
+"""`specnb/API.md`: public names; `python -m tests.top.test_api` generates it from docstrings."""
 
 import ast
 import inspect
@@ -13,13 +13,14 @@ from specnb.io import project_dir
 PAGE = project_dir() / "specnb" / "API.md"
 HEAD = """# Public names
 
-The names that `import specnb` provides, generated from docstrings by `python -m tests.top.test_api`. The glossary is in
+The names that `import specnb` provides, generated from docstrings by \
+`python -m tests.top.test_api`. The glossary is in
 [`__init__.py`](__init__.py).
 """
 
 
 def declaration(node: ast.AST) -> ast.AST:
-    """Return a function without its body, or a class with its fields, `__init__` and public methods."""
+    """Return a function without its body, or a class with fields, `__init__` and public methods."""
     if isinstance(node, ast.FunctionDef):
         node.body = [ast.Expr(ast.Constant(...))]
         node.decorator_list = [

@@ -1,4 +1,4 @@
-"""Documents for developers: the diagram equals the import contract, linked files and make targets exist."""
+"""Documents for developers: diagram equals import contract; linked files, make targets exist."""
 
 import re
 import tomllib

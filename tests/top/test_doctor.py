@@ -1,4 +1,4 @@
-"""The doctor: it checks every prerequisite, reports a fix for each problem, and continues after errors."""
+"""The doctor checks each prerequisite, reports a fix per problem, and continues after errors."""
 
 import pytest
 

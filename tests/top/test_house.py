@@ -1,8 +1,8 @@
 """Size and style of the package: ceilings, folders, importers, unused symbols, names.
 
-`house.toml` has the current numbers, which may only decrease: tokens of Python by room; words and signs of other files
-by room; modules that bind a vague (banned) name; modules that share a public name. `python -m tests.top.test_house`
-updates them.
+`house.toml` has the current numbers, which may only decrease: tokens of Python by room; words and
+signs of other files by room; modules that bind a vague (banned) name; modules that share a public
+name. `python -m tests.top.test_house` updates them.
 """
 
 import ast
@@ -62,7 +62,7 @@ def tokens(path: Path) -> int:
 
 
 def rooms() -> dict[str, int]:
-    """Return the tokens of each room, of the modules outside of rooms (`specnb`), and of the tests."""
+    """Return the tokens of each room, of modules outside of rooms (`specnb`), and of the tests."""
     sizes = Counter()
     for path in SOURCES:
         folders = path.relative_to(ROOT / "specnb").parts[:-1]
@@ -228,7 +228,7 @@ def banned() -> Counter[str]:
 
 
 def repeated() -> Counter[str]:
-    """Return public functions and classes with the same name in several modules, except for commands."""
+    """Return public functions and classes, except commands, with one name in several modules."""
     public = (
         node.name
         for name, tree in MODULES.items()

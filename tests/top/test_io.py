@@ -35,7 +35,8 @@ def test_json_values_are_unchanged_and_digests_ignore_the_order_of_keys(value, r
     assert plain(value) == value and digest(dict(items)) == digest(value)
 
 
-class Color(str, enum.Enum):  # noqa: UP042 - libraries still use this form, whose str() is not its value
+# libraries still use this form, whose str() is not its value
+class Color(str, enum.Enum):  # noqa: UP042
     RED = "red"
 
 

@@ -1,4 +1,4 @@
-"""The package as a whole: fast imports, no output, examples. `make check` has style and import contracts."""
+"""Whole package: fast imports, no output, examples. `make check` has style and import contracts."""
 
 import ast
 import doctest
@@ -25,10 +25,11 @@ def run(*command, cwd=ROOT):
 
 IMPORTS = """
 import logging, os, random, sys, numpy
-HEAVY = {"torch", "transformers", "llama_cpp", "pandas", "plotly", "pyarrow", "duckdb", "papermill", "ipywidgets"}
-HEAVY |= {"nbclient", "nbformat"}
+HEAVY = {"torch", "transformers", "llama_cpp", "pandas", "plotly", "pyarrow", "duckdb"}
+HEAVY |= {"papermill", "ipywidgets", "nbclient", "nbformat"}
 def state():
-    return dict(os.environ), random.getstate(), str(numpy.random.get_state()), list(logging.getLogger().handlers)
+    handlers = list(logging.getLogger().handlers)
+    return dict(os.environ), random.getstate(), str(numpy.random.get_state()), handlers
 def light(*allowed):
     loaded = HEAVY & set(sys.modules) - set(allowed)
     assert not loaded and state() == before, loaded
@@ -44,7 +45,8 @@ specnb.provenance.provenance()
 light()
 import specnb.cli
 before = state()  # rich draws a number
-import specnb.decode.generate, specnb.measure.cost, specnb.measure.pair, specnb.lm.load, specnb.lm.toy
+import specnb.decode.generate, specnb.measure.cost, specnb.measure.pair
+import specnb.lm.load, specnb.lm.toy
 light()
 import specnb.book.figures, specnb.book.style
 light("pandas", "plotly", "pyarrow")
@@ -92,7 +94,10 @@ def test_a_wheel_works_outside_the_checkout(tmp_path, monkeypatch):
     run(*pip, "wheel", "--no-deps", "-w", str(tmp_path), ".")
     run(*pip, "install", "--no-deps", "--target", site, *map(str, tmp_path.glob("*.whl")))
     monkeypatch.setenv("PYTHONPATH", site)
-    main = "import sys, specnb, specnb.cli; assert specnb.__file__.startswith(sys.argv.pop(1)); specnb.cli.main()"
+    main = (
+        "import sys, specnb, specnb.cli; assert specnb.__file__.startswith(sys.argv.pop(1)); "
+        "specnb.cli.main()"
+    )
     report = run(
         sys.executable, "-c", main, site, "compat", "qwen2.5", "qwen2.5", "--json", cwd=tmp_path
     )

@@ -1,4 +1,4 @@
-"""Parameters of the notebooks: invalid values raise one readable error; no value is changed silently."""
+"""Parameters of notebooks: invalid values raise one readable error; none is changed silently."""
 
 import pytest
 from pydantic import ValidationError

@@ -75,7 +75,7 @@ def test_an_invalid_prompt_is_refused_with_file_line_and_value(write):
 
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
 def test_texts_and_their_order_are_unchanged_with_any_line_separator(tmp_path_factory, text):
-    """Byte order mark, CRLF and blank lines are ignored; Unicode line separators do not end a line."""
+    """Byte order mark, CRLF and blank lines are ignored; Unicode line separators end no line."""
     path, chat = (
         tmp_path_factory.getbasetemp() / "any.jsonl",
         dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"},

@@ -1,4 +1,4 @@
-"""The numbers of the README, and of the short table of measurements, equal those of published records."""
+"""The numbers of the README and of the short table of measurements equal published records."""
 
 import json
 from types import SimpleNamespace
@@ -90,7 +90,10 @@ def drafters() -> str:
 
 def faults() -> str:
     lab = read("data/divergence/score.json")["by_tool"][0]
-    return f"{lab['module'] * lab['n']:.0f} of {lab['n']}; {lab['alarms']} of {lab['controls']} false alarms"
+    return (
+        f"{lab['module'] * lab['n']:.0f} of {lab['n']}; "
+        f"{lab['alarms']} of {lab['controls']} false alarms"
+    )
 
 
 @pytest.mark.parametrize(
@@ -109,16 +112,17 @@ def test_a_result_equals_that_of_its_record(says, computed):
     assert line.endswith(f"| {computed()} |")
 
 
-# --- the table "What we found" of the README -------------------------------------------------------------------------
+# --- the table "What we found" of the README ------------------------------------------------------
 
 
 def small() -> str:
     lookup = [live("smollm2-135m", content, "lookup:3") for content in ("edit", "json")]
     auto = [live("smollm2-135m", content, "auto") for content in ("prose", "chat")]
     return (
-        "live, SmolLM2-135M, 15 prompts each, over the faster of llama.cpp and PyTorch: prompt lookup with K = 3 on "
-        f"edits {lookup[0]}, on JSON {lookup[1]}; `auto`, which chooses a drafter in each round, on prose {auto[0]}, "
-        f"on chat {auto[1]}"
+        "live, SmolLM2-135M, 15 prompts each, over the faster of llama.cpp and PyTorch: "
+        f"prompt lookup with K = 3 on edits {lookup[0]}, on JSON {lookup[1]}; "
+        "`auto`, which chooses a drafter in each round, "
+        f"on prose {auto[0]}, on chat {auto[1]}"
     )
 
 
@@ -133,9 +137,15 @@ def large() -> str:
 def width() -> str:
     costs = read("tests/benchmarks/over_fastest.json")["costs"]
     ratios = next(cost["T(n)/T(1)"] for cost in costs if cost["target"] == CODER)
-    times = f"a pass over four tokens takes {ratios['4']:.2f} times as long as over one, over five {ratios['5']:.2f}"
+    times = (
+        f"a pass over four tokens takes {ratios['4']:.2f} times as long as over one, "
+        f"over five {ratios['5']:.2f}"
+    )
     line = fit_line(read_runs())
-    report = f"a round with draft length K takes {1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms"
+    report = (
+        "a round with draft length K takes "
+        f"{1000 * line.base_s:.0f} + {1000 * line.per_draft_s:.1f} K ms"
+    )
     return f"Coder-1.5B: {times}. In the report, {report}"
 
 
@@ -148,8 +158,8 @@ def rolling() -> str:
         for name in ("rolling acceptance", "cost-aware")
     }
     return (
-        "replayed on this and three simulated machines: speed relative to the best fixed K, on the worst of five "
-        "contents: rolling acceptance rate "
+        "replayed on this and three simulated machines: speed relative to the best fixed K, "
+        "on the worst of five contents: rolling acceptance rate "
         f"{ends['rolling acceptance']}, cost-aware {ends['cost-aware']}"
     )
 
@@ -172,8 +182,9 @@ def hybrid() -> str:
     ]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
-        "live speed of the fastest (replay) over plain decoding in PyTorch, an 8M-parameter hybrid (recurrent and "
-        "attention layers) in float32, one thread, an oracle drafter that costs nothing and is right 80 % of the time, "
+        "live speed of the fastest (replay) over plain decoding in PyTorch, "
+        "an 8M-parameter hybrid (recurrent and attention layers) in float32, one thread, "
+        "an oracle drafter that costs nothing and is right 80 % of the time, "
         f"{best['n_prompts']} passages: {interval(best)}"
     )
 
@@ -188,8 +199,9 @@ def heads() -> str:
         for row in (hydra, medusa)
     ]
     return (
-        f"live, {hydra['n_prompts']} prompts, over the fastest plain decoding (llama.cpp): Hydra {over[0]}, Medusa "
-        f"{over[1]}; over plain decoding in PyTorch {interval(hydra)} and {interval(medusa)}"
+        f"live, {hydra['n_prompts']} prompts, over the fastest plain decoding (llama.cpp): "
+        f"Hydra {over[0]}, Medusa {over[1]}; "
+        f"over plain decoding in PyTorch {interval(hydra)} and {interval(medusa)}"
     )
 
 
@@ -197,7 +209,10 @@ def lab() -> str:
     named, alarms = faults().split("; ")
     n, _, changes, _, _ = alarms.split()  # "0 of 63 false alarms"
     alarms = f"{n} false alarms in {changes} harmless changes"
-    return f"small models with random weights, planted faults whose module is named first: {named}; {alarms}"
+    return (
+        "small models with random weights, planted faults whose module is named first: "
+        f"{named}; {alarms}"
+    )
 
 
 def lossless() -> str:

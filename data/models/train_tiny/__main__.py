@@ -1,7 +1,8 @@
 """Train the embedded pair: `python -m data.models.train_tiny --preset cpu`.
 
-Stages, each of which resumes: corpus and tokenizer, the target, the draft on plain text, the draft on the target's
-rows (distillation: Hinton et al. 2015; for drafting: DistillSpec, Zhou et al. 2023), and the export to `data/models`.
+Stages, each of which resumes: corpus and tokenizer, the target, the draft on plain text, the draft
+on the target's rows (distillation: Hinton et al. 2015; for drafting: DistillSpec, Zhou et al.
+2023), and the export to `data/models`.
 """
 
 import json
@@ -41,10 +42,13 @@ def default_work() -> Path:
 def run_stage(
     stage: Stage, work: Path, out: Path, training: Recipe | None, *, device: str, save_every: int
 ) -> str:
-    """One stage; returns what there is now, for the reader. `training`: the stage's recipe, if it trains."""
+    """One stage; returns what there is, for the reader. `training`: its recipe, if it trains."""
     if stage is Stage.DATA:
         data = prepare(work / "data")
-        return f"{data.train.size:,} training tokens, {data.held_out.size:,} held out, in {work / 'data'}"
+        return (
+            f"{data.train.size:,} training tokens, {data.held_out.size:,} held out, "
+            f"in {work / 'data'}"
+        )
     if stage is Stage.EXPORT:
         from .export import export
 
@@ -65,7 +69,10 @@ def run_stage(
             on_step=on_step,
         )
     last = loop.read_checkpoint(work / stage)["log"][-1]
-    return f"{stage}: step {last['step']}, loss {last['loss']:.3f}, held out {last['held_out_loss']:.3f} nats a token"
+    return (
+        f"{stage}: step {last['step']}, loss {last['loss']:.3f}, "
+        f"held out {last['held_out_loss']:.3f} nats a token"
+    )
 
 
 @contextmanager
@@ -105,7 +112,10 @@ def command(
     bf16: Annotated[bool, typer.Option(help="matrix products in bfloat16")] = True,
     save_every: Annotated[int, typer.Option(help="steps between checkpoints", min=1)] = 100,
 ) -> None:
-    """Train the embedded pair of hybrids. Stop it at any time: the same command goes on from the last checkpoint."""
+    """Train the embedded pair of hybrids.
+
+    Stop it at any time: the same command goes on from the last checkpoint.
+    """
     if steps is not None and stage not in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL):
         raise InputError(
             f"--steps {steps} needs --stage target, draft or distil: each has its own number"

@@ -1,4 +1,4 @@
-"""The card of the embedded pair, written from the facts of its training, so that no number in it is typed by hand."""
+"""The card of the embedded pair, written from facts of its training: no number typed by hand."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ DRAFT_TEXT = {"draft": "plain text only", "distil": "distilled: what ships"}
 
 
 def card(facts: Mapping[str, Any]) -> str:
-    """Markdown: what it is, how well it does, how it was made, from what. `facts` as in `training.json`."""
+    """Markdown: what it is, its scores, making and texts. `facts` as in `training.json`."""
     return (
         "\n".join([*_head(facts), *_scores(facts), *_making(facts), *_texts(facts["corpus"])])
         + "\n"
@@ -30,19 +30,22 @@ def _head(facts: Mapping[str, Any]) -> list[str]:
     return [
         "# The embedded pair of hybrids",
         "",
-        f"`{shapes.TARGET}` ({target}) and `{shapes.DRAFT}` ({draft}): language models in the Qwen3-Next pattern "
-        "(three gated delta rule layers, then one full attention layer; dense MLPs), trained for this project so that "
-        "speculation on recurrent state can be run and measured with nothing fetched. transformers opens them as "
+        f"`{shapes.TARGET}` ({target}) and `{shapes.DRAFT}` ({draft}): "
+        "language models in the Qwen3-Next pattern (three gated delta rule layers, then one full "
+        "attention layer; dense MLPs), trained for this project so that speculation on recurrent "
+        "state can be run and measured with nothing fetched. transformers opens them as "
         "`Qwen3_5ForCausalLM`, llama.cpp as `qwen35`. They continue code and its documentation; "
         "they know nothing and answer nothing.",
         "",
-        f"Both share one tokenizer: byte-level BPE with GPT-2's word splitting, {shapes.VOCAB_SIZE:,} tokens, of which "
-        f"`{shapes.END_TEXT}` (id {shapes.END_ID}) starts and ends a text. Weights are float16. Licence of weights and "
-        "tokenizer: Apache-2.0, as the project; the texts they were trained on are listed below with theirs.",
+        "Both share one tokenizer: byte-level BPE with GPT-2's word splitting, "
+        f"{shapes.VOCAB_SIZE:,} tokens, of which `{shapes.END_TEXT}` (id {shapes.END_ID}) starts "
+        "and ends a text. Weights are float16. Licence of weights and tokenizer: Apache-2.0, as "
+        "the project; the texts they were trained on are listed below with theirs.",
         "",
         "| file | what |",
         "|---|---|",
-        "| `NAME/` | transformers folder, with `training_log.jsonl`: stage, step, tokens, losses, seconds |",
+        "| `NAME/` | transformers folder, with `training_log.jsonl`: "
+        "stage, step, tokens, losses, seconds |",
         "| `NAME.f16.gguf` | the same weights for llama.cpp, written by `convert.py` |",
         "| `held_out.jsonl` | passages of files that training never saw, with file and licence |",
         "| `training.json` | every number of this card, and the versions of all sources |",
@@ -63,8 +66,8 @@ def _scores(facts: Mapping[str, Any]) -> list[str]:
         f"| `{shapes.TARGET}` | {losses[shapes.TARGET]:.3f} |",
         f"| `{shapes.DRAFT}` | {losses[shapes.DRAFT]:.3f} |",
         "",
-        "alpha_1, greedy: on the target's own continuations of the held-out passages, how often the draft's most "
-        "likely token is the target's (accepted / positions):",
+        "alpha_1, greedy: on the target's own continuations of the held-out passages, how often "
+        "the draft's most likely token is the target's (accepted / positions):",
         "",
         "| draft | code | prose |",
         "|---|---|---|",
@@ -80,8 +83,9 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
     lines = [
         "## How they were made",
         "",
-        f"`data/models/train_tiny`, torch {facts['torch']}, AdamW, one seed for weights and order of the text. A CPU "
-        "of another kind rounds otherwise and gets other weights of the same quality.",
+        f"`data/models/train_tiny`, torch {facts['torch']}, AdamW, one seed for weights and order "
+        "of the text. A CPU of another kind rounds otherwise and gets other weights of the same "
+        "quality.",
         "",
         "| stage | steps | tokens | loss | held out | hours |",
         "|---|---|---|---|---|---|",
@@ -91,7 +95,8 @@ def _making(facts: Mapping[str, Any]) -> list[str]:
         unfinished = "" if training["step"] == steps else f" of {steps:,}, not finished"
         lines.append(
             f"| {STAGE_TEXT[stage]} | {training['step']:,}{unfinished} | {training['tokens']:,} "
-            f"| {training['loss']:.3f} | {training['held_out_loss']:.3f} | {training['seconds'] / 3600:.1f} |"
+            f"| {training['loss']:.3f} | {training['held_out_loss']:.3f} "
+            f"| {training['seconds'] / 3600:.1f} |"
         )
     commands = (
         command(stage, Recipe(**training["recipe"])) for stage, training in facts["stages"].items()
@@ -108,16 +113,19 @@ def _texts(corpus: Mapping[str, Any]) -> list[str]:
     return [
         "## What they were trained on",
         "",
-        f"{corpus['characters']['train'] / 1e6:.1f} M characters ({corpus['tokens']['train'] / 1e6:.1f} M tokens) of "
-        f"{corpus['documents']['train']:,} texts that ship with Python and permissively licensed packages; "
-        f"{corpus['documents']['held_out']:,} more, chosen by the hash of their file's name, were held out. Code, the "
-        "longer docstrings, the language reference and package descriptions; tests, generated, bundled, minified and "
-        f"repeated files left out (`train_tiny/corpus.py`). sha256 of the training texts: `{corpus['digest']}`.",
+        f"{corpus['characters']['train'] / 1e6:.1f} M characters "
+        f"({corpus['tokens']['train'] / 1e6:.1f} M tokens) of {corpus['documents']['train']:,} "
+        "texts that ship with Python and permissively licensed packages; "
+        f"{corpus['documents']['held_out']:,} more, chosen by the hash of their file's name, were "
+        "held out. Code, the longer docstrings, the language reference and package descriptions; "
+        "tests, generated, bundled, minified and repeated files left out (`train_tiny/corpus.py`). "
+        f"sha256 of the training texts: `{corpus['digest']}`.",
         "",
         "| package | version | licence | characters |",
         "|---|---|---|---|",
         *(
-            f"| {source['package']} | {source['version']} | {source['licence']} | {source['characters']:,} |"
+            f"| {source['package']} | {source['version']} | {source['licence']} "
+            f"| {source['characters']:,} |"
             for source in corpus["sources"]
         ),
     ]

@@ -1,7 +1,8 @@
-"""Training text from what is installed anyway: the standard library and permissively licensed packages.
+"""Training text from what is installed: the standard library and permissively licensed packages.
 
-A document is one file: Python source, or the longer docstrings of a file. Which side of the split it is on follows from
-its name alone. Nothing depends on the order of the file system, and no path of the machine gets in.
+A document is one file: Python source, or the longer docstrings of a file. Which side of the split
+it is on follows from its name alone. Nothing depends on the order of the file system, and no path
+of the machine gets in.
 """
 
 import ast
@@ -66,7 +67,7 @@ LICENCES = {
     "typer": "MIT",
     "urllib3": "MIT",
 }
-"""What is read, with the licence of the files read; copyleft packages and bundled foreign code are left out."""
+"""What is read, with the licence of its files; copyleft and bundled foreign code are left out."""
 DOCSTRINGS_ONLY = frozenset({"sympy", "torch", "transformers"})
 """Packages larger than the rest together: only their prose is taken."""
 
@@ -108,7 +109,10 @@ GENERATED = re.compile(
 
 
 class Document(NamedTuple):
-    """One text: `name` is `package/relative/path`, with `#docstrings` behind it for a part of a file; code or prose."""
+    """One text, code or prose.
+
+    `name` is `package/relative/path`, with `#docstrings` behind it for a part of a file.
+    """
 
     name: str
     kind: str
@@ -125,7 +129,7 @@ class Package(NamedTuple):
 
 
 def is_held_out(name: str) -> bool:
-    """Whether this file is kept from training: by hash of its name up to `#`, about HELD_OUT_SHARE of the files."""
+    """Whether a file is held out: about HELD_OUT_SHARE of them, by hash of the name up to `#`."""
     digest = hashlib.sha256(name.split("#")[0].encode()).digest()
     return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
 

@@ -1,6 +1,7 @@
-"""From documents to tokens: the shared tokenizer, the token streams on disk, and the batch of any step.
+"""From documents to tokens: the shared tokenizer, the streams on disk, and the batch of any step.
 
-The batch of step n is a function of (seed, n): a run that resumes reads what the run without a break would have read.
+The batch of step n is a function of (seed, n): a run that resumes reads what the run without a
+break would have read.
 """
 
 import json
@@ -25,7 +26,7 @@ STREAMS = ("train", "held_out")
 
 @dataclass(frozen=True)
 class Data:
-    """Tokens ready for training: `train` and `held_out` are uint16 streams, texts with the end token between them."""
+    """Tokens ready for training: `train` and `held_out` are uint16, the end token between texts."""
 
     folder: Path
     train: np.ndarray
@@ -34,10 +35,10 @@ class Data:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = shapes.VOCAB_SIZE) -> "Tokenizer":
-    """Byte-level BPE with GPT-2's splitting of words, so that llama.cpp's pre-tokenizer `gpt-2` is the same.
+    """Byte-level BPE with GPT-2's splitting of words, as llama.cpp's pre-tokenizer `gpt-2` does.
 
-    Every byte has a token, so nothing is unknown. The end token is id 0; besides the ends of texts only its own
-    spelling gives it.
+    Every byte has a token, so nothing is unknown. The end token is id 0; besides the ends of texts
+    only its own spelling gives it.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -56,8 +57,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = shapes.VOCAB_SIZE) -
         or tokenizer.token_to_id(shapes.END_TEXT) != shapes.END_ID
     ):
         raise InputError(
-            f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: it is too small; "
-            "install the packages in corpus.LICENCES"
+            f"the corpus gives {tokenizer.get_vocab_size()} tokens, not {vocab_size}: "
+            "it is too small; install the packages in corpus.LICENCES"
         )
     return tokenizer
 
@@ -71,9 +72,10 @@ def stream(tokenizer: "Tokenizer", texts: Iterable[str]) -> np.ndarray:
 
 
 def prepare(folder: Path, sources: Sequence[corpus.Package] | None = None) -> Data:
-    """Read the corpus, train the tokenizer, write tokens and facts to `folder`; what is there already is opened.
+    """Read the corpus, train the tokenizer, write tokens and facts to `folder`; open what is there.
 
-    The documents are shuffled with a fixed seed, so that neighbouring windows are of different packages.
+    The documents are shuffled with a fixed seed, so that neighboring windows are of different
+    packages.
     """
     if (folder / SOURCES_FILE).is_file():  # written last
         return open_data(folder)
@@ -129,7 +131,7 @@ def open_data(folder: Path) -> Data:
 
 
 def batch(ids: np.ndarray, *, step: int, batch_size: int, length: int, seed: int) -> np.ndarray:
-    """The windows of one step, int64 `(batch_size, length + 1)`: input and, shifted by one, what to predict.
+    """The windows of one step, int64 `(batch_size, length + 1)`: input and, one later, targets.
 
     Each epoch cuts the stream at another offset and visits every window once, in another order.
     """

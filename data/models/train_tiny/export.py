@@ -1,6 +1,7 @@
-"""From checkpoints to `data/models`: two transformers folders, their GGUFs, passages, logs, and a card with the scores.
+"""From checkpoints to `data/models`: two folders, GGUFs, passages, logs, and a card with scores.
 
-What is scored is what ships: the float16 weights, read back from the written folders by the library's own loader.
+What is scored is what ships: the float16 weights, read back from the written folders by the
+library's own loader.
 """
 
 import json
@@ -38,10 +39,10 @@ SCORED_WINDOWS = 64
 
 
 def export(work: Path, out: Path) -> dict[str, Any]:
-    """Write both models with their GGUFs, passages, logs, facts and card to `out`; returns the facts.
+    """Write both models, their GGUFs, passages, logs, facts and card to `out`; returns the facts.
 
-    The draft is the distilled one, or before there is one the one trained on plain text. InputError if a stage is
-    missing.
+    The draft is the distilled one, or before there is one the one trained on plain text. InputError
+    if a stage is missing.
     """
     data, stages = open_data(work / "data"), _stages(work)
     last = "distil" if "distil" in stages else "draft"
@@ -74,9 +75,10 @@ def export(work: Path, out: Path) -> dict[str, Any]:
 
 
 def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequence[dict]) -> None:
-    """A transformers folder: weights in float16, config, tokenizer, generation config and the training log.
+    """A transformers folder: float16 weights, config, tokenizer, generation config, training log.
 
-    Files are written beside the folder and moved in one by one, so that a reader never meets half a file.
+    Files are written beside the folder and moved in one by one, so that a reader never meets half a
+    file.
     """
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)
@@ -101,7 +103,7 @@ def write_model(model: PreTrainedModel, data: Data, folder: Path, *, log: Sequen
 
 
 def read_model(folder: Path) -> PreTrainedModel:
-    """The exported model in float32, every weight found and none left over. InputError otherwise."""
+    """The exported model in float32. InputError unless every weight is found and none left over."""
     model, report = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
@@ -114,7 +116,7 @@ def read_model(folder: Path) -> PreTrainedModel:
 
 
 def passages(data: Data) -> list[dict[str, str]]:
-    """Pieces of held-out files, as many of each kind, in an order that does not depend on where they are from."""
+    """Pieces of held-out files, as many of each kind, in an order independent of their source."""
     lines = (data.folder / "held_out.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [json.loads(line) for line in lines]
     chosen = []
@@ -127,13 +129,14 @@ def passages(data: Data) -> list[dict[str, str]]:
     leaked = [text["name"] for text in chosen if not is_held_out(text["name"])]
     if leaked:
         raise InputError(
-            f"{data.folder} calls {leaked[0]} held out, but it belongs to the training texts: prepare it anew"
+            f"{data.folder} calls {leaked[0]} held out, but it belongs to the training texts: "
+            "prepare it anew"
         )
     return chosen
 
 
 def prompts(out: Path, kind: str = "") -> list[np.ndarray]:
-    """The first PROMPT_TOKENS ids of each passage of a kind ("": of all), by the exported tokenizer."""
+    """Each passage's first PROMPT_TOKENS ids, of one kind ("": all), by the exported tokenizer."""
     tokenizer = tokenizer_of(out)
     lines = (out / PASSAGES_FILE).read_text(encoding="utf-8").splitlines()
     texts = [text["text"] for text in map(json.loads, lines) if text["kind"].startswith(kind)]
@@ -148,7 +151,7 @@ def tokenizer_of(out: Path) -> Tokenizer:
 def acceptance(
     out: Path, target: PreTrainedModel, drafts: dict[str, PreTrainedModel]
 ) -> dict[str, Any]:
-    """alpha_1 of each draft by kind of text, as [accepted, positions], greedy, on the target's own continuations."""
+    """alpha_1, greedy, on the target's own texts: [accepted, positions] of each draft and kind."""
     scores: dict[str, Any] = {stage: {} for stage in drafts}
     for kind in ("code", "prose"):
         continued = [greedy(target, prompt, NEW_TOKENS) for prompt in prompts(out, kind)]
@@ -194,14 +197,14 @@ def _piece(text: str) -> str:
 
 
 def unigram_loss(train: np.ndarray, held_out: np.ndarray, vocab_size: int) -> float:
-    """Cross-entropy in nats a token of `held_out` under the token frequencies of `train`, one added to each count."""
+    """Cross-entropy of `held_out` in nats a token under token counts of `train`, each plus one."""
     counts = np.bincount(train, minlength=vocab_size) + 1.0
     return float(-np.log(counts / counts.sum())[held_out].mean())
 
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, prompt: np.ndarray, n_new: int) -> np.ndarray:
-    """The prompt and `n_new` tokens of the model's own choice, each the argmax of its row; no token stops it."""
+    """The prompt and `n_new` tokens by the model, each its row's argmax; no token stops it."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(model.device)
     kept, last, past = ids, ids, None
     for _ in range(n_new):
@@ -213,10 +216,10 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray, n_new: int) -> np.ndarray
 
 @torch.no_grad()
 def accepted(draft: PreTrainedModel, ids: np.ndarray, n_new: int) -> int:
-    """Of the last `n_new` tokens of `ids`, the target's own choices: how many are the draft's most likely token too.
+    """How many of the last `n_new` of `ids`, the target's choices, are the draft's top token too.
 
-    The draft reads the target's tokens, as it does at the first position of a round: over all of them this is
-    alpha_1 at temperature 0.
+    The draft reads the target's tokens, as it does at the first position of a round: over all of
+    them this is alpha_1 at temperature 0.
     """
     if not 0 < n_new < len(ids):
         raise InputError(f"{len(ids)} tokens have no {n_new} continued ones behind a prompt")

@@ -1,7 +1,8 @@
 """The training loop: one recipe in, one checkpoint out, resumable to the bit.
 
-Until the learning rate begins to fall nothing depends on the number of steps, so a run may be made longer or shorter
-after the fact and is still exactly the run that asked for that number from the start.
+Until the learning rate begins to fall nothing depends on the number of steps, so a run may be made
+longer or shorter after the fact and is still exactly the run that asked for that number from the
+start.
 """
 
 import json
@@ -41,8 +42,11 @@ def new_model(name: str, seed: int) -> PreTrainedModel:
 
 @torch.no_grad()
 def _start_with_memory(layer: nn.Module) -> None:
-    """Step sizes spread over 0.001..0.1 as Mamba-2 does: with the library's 1.3 every head would start out forgetting
-    nearly all at each token, and a short training does not undo that."""
+    """Spread step sizes over 0.001..0.1 as Mamba-2 does.
+
+    With the library's 1.3 every head would start out forgetting nearly all at each token, and a
+    short training does not undo that.
+    """
     layer.A_log.uniform_(1, 16).log_()
     dt = torch.exp(torch.empty_like(layer.dt_bias).uniform_(-6.9, -2.3))
     layer.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # inverse of softplus
@@ -59,15 +63,17 @@ def train(
     save_every: int = 100,
     on_step: Callable[[int, float], None] = lambda step, loss: None,
 ) -> PreTrainedModel:
-    """Train to `recipe.steps`, from `folder`'s checkpoint if there is one, else from `start` or new weights.
+    """Train to `recipe.steps` from `folder`'s checkpoint, if none from `start` or new weights.
 
-    With a `teacher` the loss is KL(teacher's row || own row) at every position, in nats; without, cross-entropy.
-    Every `save_every` steps the checkpoint and the line of the log (step, tokens, losses, seconds) are written.
-    NonFiniteLogits names step, window and position of the first bad row; EngineError a gradient that is not finite.
+    With a `teacher` the loss is KL(teacher's row || own row) at every position, in nats; without,
+    cross-entropy. Every `save_every` steps the checkpoint and the line of the log (step, tokens,
+    losses, seconds) are written. NonFiniteLogits names step, window and position of the first bad
+    row; EngineError a gradient that is not finite.
     """
     if recipe.distilled is not (teacher is not None):
         raise InputError(
-            f"the recipe says distilled={recipe.distilled}, but a teacher was {'' if teacher else 'not '}given"
+            f"the recipe says distilled={recipe.distilled}, "
+            f"but a teacher was {'' if teacher else 'not '}given"
         )
     model = (start or new_model(recipe.name, recipe.seed)).to(device).train().requires_grad_(True)
     optimizer = _optimizer(model, recipe)
@@ -138,7 +144,7 @@ def _loss(
     recipe: Recipe,
     step: int,
 ) -> Tensor:
-    """Mean over all positions; the matrix products in bfloat16 where the recipe says so, the loss in float32."""
+    """Mean over all positions; products in bfloat16 if the recipe says so, the loss in float32."""
     with torch.autocast(windows.device.type, torch.bfloat16, enabled=recipe.bf16):
         logits = model(windows[:, :-1], use_cache=False).logits
         with torch.no_grad():
@@ -160,8 +166,9 @@ def _say_where(logits: Tensor, recipe: Recipe, step: int) -> None:
     bad = (~logits.isfinite().all(-1)).nonzero()
     window, position = divmod(int(bad[0]), recipe.length) if len(bad) else (None, None)
     raise NonFiniteLogits(
-        f"training {recipe.name}: the loss of step {step} is not finite, first at window {window}, position "
-        f"{position}; the last checkpoint is whole: lower peak_lr or clip"
+        f"training {recipe.name}: the loss of step {step} is not finite, "
+        f"first at window {window}, position {position}; "
+        "the last checkpoint is whole: lower peak_lr or clip"
     )
 
 
@@ -181,7 +188,8 @@ def _update(
             if p.grad is not None and not p.grad.isfinite().all()
         )
         raise EngineError(
-            f"training {recipe.name}: the gradient of {bad} at step {step} is not finite: lower peak_lr"
+            f"training {recipe.name}: the gradient of {bad} at step {step} is not finite: "
+            "lower peak_lr"
         )
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
@@ -212,7 +220,10 @@ def _save(
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any] | None:
-    """What `train` saved last: recipe, corpus, step, log, model, optimizer; None if nothing. InputError: unreadable."""
+    """What `train` saved last: recipe, corpus, step, log, model, optimizer; None if nothing.
+
+    InputError if it is unreadable.
+    """
     file = folder / CHECKPOINT_FILE
     if not file.exists():
         return None
@@ -225,7 +236,7 @@ def read_checkpoint(folder: Path) -> dict[str, Any] | None:
 
 
 def trained(folder: Path) -> PreTrainedModel:
-    """The model of `folder`'s checkpoint, float32, for reading only. InputError if nothing was trained there yet."""
+    """The float32 model of `folder`'s checkpoint, for reading only. InputError if there is none."""
     saved = read_checkpoint(folder)
     if saved is None:
         raise InputError(f"no checkpoint in {folder}: train that stage first")
@@ -247,17 +258,20 @@ def _resume(
     before, step = Recipe(**saved["recipe"]), saved["step"]
     if replace(before, steps=recipe.steps) != recipe:
         raise InputError(
-            f"{folder} holds a run with another recipe ({before}), asked is {recipe}: use another folder"
+            f"{folder} holds a run with another recipe ({before}), asked is {recipe}: "
+            "use another folder"
         )
     if saved["corpus"] != corpus:
         raise InputError(
-            f"{folder} was trained on another corpus (sha256 {saved['corpus'][:12]}, now {corpus[:12]}): packages "
-            "of other versions make another; use another folder"
+            f"{folder} was trained on another corpus "
+            f"(sha256 {saved['corpus'][:12]}, now {corpus[:12]}): "
+            "packages of other versions make another; use another folder"
         )
     if before.steps != recipe.steps and step > min(before.decay_start, recipe.decay_start):
         raise InputError(
-            f"{folder} is at step {step} of {before.steps}, where the rate already falls: {recipe.steps} steps in all "
-            "would be another run; keep the number or use another folder"
+            f"{folder} is at step {step} of {before.steps}, where the rate already falls: "
+            f"{recipe.steps} steps in all would be another run; "
+            "keep the number or use another folder"
         )
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

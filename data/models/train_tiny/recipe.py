@@ -1,4 +1,4 @@
-"""Recipes: everything the result of a training stage depends on, except the data and the weights it starts from."""
+"""Recipes: all that a training stage's result depends on, except data and starting weights."""
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,9 +13,11 @@ DECAY_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Recipe:
-    """One stage. The learning rate rises, stays, and falls in a straight line over the last fifth (warm-up, stable,
-    decay; Hu et al. 2024, arXiv 2404.06395). `bf16` are the matrix products; `distilled` takes the target's rows for
-    what is to be learned, in place of the text's next token.
+    """One stage.
+
+    The learning rate rises, stays, and falls in a straight line over the last fifth (warm-up,
+    stable, decay; Hu et al. 2024, arXiv 2404.06395). `bf16` are the matrix products; `distilled`
+    takes the target's rows for what is to be learned, in place of the text's next token.
     """
 
     name: str
@@ -70,10 +72,14 @@ PRESETS = MappingProxyType(
 
 
 def recipe(preset: str, stage: str, **changed: Any) -> Recipe:
-    """The recipe of a stage; what is not None in `changed` takes the place of the preset's. InputError: no such one."""
+    """The recipe of a stage; what is not None in `changed` takes the place of the preset's.
+
+    InputError if there is no such recipe.
+    """
     if preset not in PRESETS or stage not in PRESETS[preset]:
         raise InputError(
-            f"no recipe {preset!r}/{stage!r}: presets are {', '.join(PRESETS)}, stages target, draft, distil"
+            f"no recipe {preset!r}/{stage!r}: "
+            f"presets are {', '.join(PRESETS)}, stages target, draft, distil"
         )
     return replace(
         PRESETS[preset][stage],
@@ -82,7 +88,7 @@ def recipe(preset: str, stage: str, **changed: Any) -> Recipe:
 
 
 def command(stage: str, training: Recipe) -> str:
-    """What to type to get this recipe; the preset it comes from is found by comparing. InputError if there is none."""
+    """What to type to get this recipe; compares with each preset. InputError if none fits."""
     for preset in PRESETS:
         if (
             recipe(preset, stage, steps=training.steps, seed=training.seed, bf16=training.bf16)

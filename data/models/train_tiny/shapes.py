@@ -1,7 +1,8 @@
 """The embedded pair: two small trained hybrids in the Qwen3-Next pattern that share a tokenizer.
 
-Three gated delta rule layers, then one full attention layer, with dense MLPs: the text model of Qwen3.5, so that
-transformers (`Qwen3_5ForCausalLM`) and llama.cpp (`qwen35`) both run it. Only shapes and names live here.
+Three gated delta rule layers, then one full attention layer, with dense MLPs: the text model of
+Qwen3.5, so that transformers (`Qwen3_5ForCausalLM`) and llama.cpp (`qwen35`) both run it. Only
+shapes and names live here.
 """
 
 from types import MappingProxyType
@@ -23,15 +24,17 @@ _SHARED = {
     "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
-    "bos_token_id": END_ID,  # a text starts where another ended: training packs texts with this token between them
+    # a text starts where another ended: training packs texts with this token between them
+    "bos_token_id": END_ID,
     "eos_token_id": END_ID,
     "pad_token_id": None,
     "head_dim": 64,
     "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
-    # The family's partial rotation: 16 of the 64 values turn. The sections cover all 8 frequencies, because llama.cpp
-    # gives a frequency outside them position 0; for text, where all three positions are equal, they change nothing.
+    # The family's partial rotation: 16 of the 64 values turn. The sections cover all 8 frequencies,
+    # because llama.cpp gives a frequency outside them position 0; for text, where all three
+    # positions are equal, they change nothing.
     "rope_parameters": {
         "rope_type": "default",
         "rope_theta": 10_000.0,
@@ -68,7 +71,10 @@ SHAPES = MappingProxyType(
 
 
 def shape(name: str) -> dict[str, Any]:
-    """The fields of one config, a fresh copy, with `layer_types` written out. InputError for a name not in SHAPES."""
+    """The fields of one config, a fresh copy, with `layer_types` written out.
+
+    InputError for a name not in SHAPES.
+    """
     if name not in SHAPES:
         raise InputError(f"no embedded model {name!r}: known are {', '.join(SHAPES)}")
     fields = {**SHAPES[name], "rope_parameters": dict(SHAPES[name]["rope_parameters"])}

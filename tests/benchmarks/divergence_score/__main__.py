@@ -2,7 +2,8 @@
 
 The whole grid takes hours:
 
-    python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 --out data/divergence/score.parquet
+    python -m tests.benchmarks.divergence_score --workers 2 --seeds 3 \\
+        --out data/divergence/score.parquet
 
 Every fault and control once, compared with the stored score, takes about ten minutes:
 
@@ -60,7 +61,8 @@ def main() -> None:
     )
     print(result.by_fault()[["name", "dtype", *right]].to_string(index=False))
     print(
-        f"{len(result.misses())} faults missed or misnamed, {len(result.false_alarms())} false alarms of the lab"
+        f"{len(result.misses())} faults missed or misnamed, "
+        f"{len(result.false_alarms())} false alarms of the lab"
     )
     if given.quick:
         differing = changed(result.rows, pd.read_parquet(STORED))

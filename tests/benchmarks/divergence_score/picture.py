@@ -1,4 +1,7 @@
-"""Draw the published score: `python -m tests.benchmarks.divergence_score.picture; specnb publish divergence_score`."""
+"""Draw the published score: `python -m tests.benchmarks.divergence_score.picture`.
+
+Then `specnb publish divergence_score`.
+"""
 
 from datetime import datetime
 

@@ -36,7 +36,7 @@ ranked)."""
 
 
 def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
-    """Return the runs of `rows` in which a tool named something else than in `stored`, with both."""
+    """Return runs of `rows` in which a tool named something else than in `stored`, with both."""
     run, named = (
         ["kind", "name", "layer", "dtype", "seed"],
         ["verdict", "module", "position", "cause", "rank"],
