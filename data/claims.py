@@ -60,7 +60,8 @@ def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
     )
     code, prose = (rows[rows["content"] == content].set_index("k") for content in ("code", "prose"))
     target_gb, moe_gb, small_gb, copy_gb = pd.read_csv(FOLDER / "report" / "models.csv")["size_gb"]
-    code_rates, prose_rates = code["acceptance_rate"].loc[20:], prose["acceptance_rate"].loc[:8]
+    code_rates = code["acceptance_rate"].loc[20:]
+    prose_rates = prose["acceptance_rate"].loc[:8]
     in_range = float(code_rates.between(0.8, 0.9).all() and prose_rates.between(0.3, 0.5).all())
     gains = (
         code["tokens_per_s"][24] / code["tokens_per_s"][8],
@@ -68,7 +69,8 @@ def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
     )
     texts = [prompt for prompt in prompts() if prompt.category != "code"]
     as_code = sum(is_code_by_report(prompt.without_template) for prompt in texts)
-    copy_plain, moe_read_gb = copy.tokens_per_s / copy.speedup, moe_gb * 35 / 480
+    copy_plain = copy.tokens_per_s / copy.speedup
+    moe_read_gb = moe_gb * 35 / 480
     return {
         "best_k_code": _spread(code["best_k"]),
         "best_k_prose": _spread(prose["best_k"]),
@@ -104,7 +106,10 @@ def derive_report(runs: pd.DataFrame) -> dict[str, Any]:
 
 def derive_sizes() -> dict[str, Any]:
     """Return what follows from given numbers: memory bandwidth, files of 46 and 28 GB, KV slots."""
-    channels, bytes_each, k, c = 12, 8, 4, 28 / 46
+    channels = 12
+    bytes_each = 8
+    k = 4
+    c = 28 / 46
     slots = (336, 416, 176, 256)
     return {
         "dram_gb_per_s": channels * bytes_each * 5.6,
@@ -165,7 +170,8 @@ def derive_pairs() -> dict[str, Any]:
 
 def derive_cure(drafter: type[ModelDrafter]) -> dict[str, Any]:
     """Return how toys that agree fare when `drafter` drafts, and named machines' gain, for 08."""
-    prompt, k = [0, 1], 4
+    prompt = [0, 1]
+    k = 4
     cured, sound = (
         generate(toy.cyclic(7), prompt, drafter=kind(toy.cyclic(7)), k=k, max_new_tokens=20)
         .rounds[0]

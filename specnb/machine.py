@@ -24,7 +24,8 @@ from specnb.errors import InputError, MemoryShortError
 from specnb.io import read_toml
 from specnb.records import Generation
 
-PROC, SYSTEM = Path("/proc"), Path("/sys")
+PROC = Path("/proc")
+SYSTEM = Path("/sys")
 
 BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Instruction sets that multiply bfloat16."""

@@ -73,7 +73,8 @@ def llama_gguf(
 ) -> Path:
     """Write a float32 llama model of two layers, with 4 heads over 2 key/value heads."""
     tokens = sentencepiece_tokens(all_bytes=all_bytes) if vocab else None
-    made, size = _random(seed), len(tokens) if tokens else VOCAB
+    made = _random(seed)
+    size = len(tokens) if tokens else VOCAB
     tensors = {
         "token_embd.weight": made(size, WIDTH),
         "output_norm.weight": ONE,

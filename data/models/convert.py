@@ -81,11 +81,9 @@ def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
 
 
 def _qwen35_changes(config: "PretrainedConfig") -> dict[str, Change]:
-    n_keys, n_values, state = (
-        config.linear_num_key_heads,
-        config.linear_num_value_heads,
-        config.linear_key_head_dim,
-    )
+    n_keys = config.linear_num_key_heads
+    n_values = config.linear_num_value_heads
+    state = config.linear_key_head_dim
 
     def by_head(w: "Tensor", width: int = 1) -> "Tensor":
         """Value heads, `width` rows of `w` each, from grouped to tiled order."""
@@ -234,7 +232,8 @@ def _flat(step: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 def _check(state: dict[str, Any], pre: str) -> None:
     """Refuse a normalizer and a model that llama.cpp computes otherwise."""
-    normalizer, model = state["normalizer"], state["model"]
+    normalizer = state["normalizer"]
+    model = state["model"]
     if normalizer == {"type": "NFC"}:
         why = "this tokenizer normalizes text to NFC, llama.cpp does not"
         warnings.warn(f"{why}: give both engines texts in NFC, or token ids", stacklevel=4)
@@ -296,7 +295,8 @@ def write_gguf(folder: Path, dest: Path, *, dtype: str = "f16") -> Path:
         raise InputError(
             f"{folder} has no tokenizer.json: save the tokenizer into it with save_pretrained"
         )
-    arch, config = FAMILIES[kind]["arch"], model.config
+    arch = FAMILIES[kind]["arch"]
+    config = model.config
     # asked for of Mamba too, which has none; LFM2's is not its config's `intermediate_size`
     widths = [
         w.shape[0] for name, w in model.state_dict().items() if name.endswith(FEED_FORWARD)
@@ -345,7 +345,8 @@ def _write(
         change = next(
             (change for ending, change in changes.items() if source.endswith(ending)), lambda w: w
         )
-        values, stored = change(weight).contiguous().numpy(), dtype if weight.dim() == 2 else "f32"
+        values = change(weight).contiguous().numpy()
+        stored = dtype if weight.dim() == 2 else "f32"
         kind = GGMLQuantizationType[stored.upper()]
         with np.errstate(over="ignore"):
             packed = quantize(values, kind)

@@ -24,10 +24,8 @@ from specnb.store import run_id, save
 
 FOLDER = Path(__file__).parent / "smollm2-135m"
 EXPERIMENT = "00_start_here"
-TARGET, DRAFTERS = (
-    "smollm2-135m?backend=hf",
-    ["lookup", "medusa", "jump", "smollm2-135m:q4_0?backend=llama"],
-)
+TARGET = "smollm2-135m?backend=hf"
+DRAFTERS = ["lookup", "medusa", "jump", "smollm2-135m:q4_0?backend=llama"]
 MEASURED = 8
 """Times that costs are measured."""
 DIGITS = 3
@@ -37,7 +35,9 @@ DIGITS = 3
 def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int = 48) -> None:
     sizes = {"prompts_per_category": prompts_per_category, "max_new_tokens": max_new_tokens}
     params = ExplorerParams(target=TARGET, drafters=DRAFTERS, **sizes)
-    bench, began, load_before = Workbench(params), perf_counter(), os.getloadavg()
+    bench = Workbench(params)
+    began = perf_counter()
+    load_before = os.getloadavg()
     with ProgressBar() as progress:
         record, trace, *costs, _ = bench.record_trace(progress)
     # a neighbor makes forwards slower, never faster: the quickest of several is the least disturbed
@@ -67,7 +67,8 @@ def main(out: Path = FOLDER, prompts_per_category: int = 8, max_new_tokens: int 
     sums = [f"{digest(file)}  {out.name}/{file.name}\n" for file in files]
     (out.parent / "SHA256SUMS").write_text("".join(sums), encoding="utf-8")
     ratios = ", ".join(f"T({n})/T(1) = {curve.ratio(n):.2f}" for n in (2, 5, 9, 17, 25))
-    n_bytes, took = sum(file.stat().st_size for file in files), (perf_counter() - began) / 60
+    n_bytes = sum(file.stat().st_size for file in files)
+    took = (perf_counter() - began) / 60
     print(
         f"{len(trace.recordings)} recordings; {n_bytes:,} bytes; {took:.1f} min; {ratios}; c = {c}"
     )

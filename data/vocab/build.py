@@ -83,7 +83,8 @@ def build(name: str, file: Path, dest: Path) -> Path:
 
     Raises InputError for a file that is not the one which sources.toml pins by sha256.
     """
-    source, data = sources()[name], file.read_bytes()
+    source = sources()[name]
+    data = file.read_bytes()
     if (digest := hashlib.sha256(data).hexdigest()) != source.sha256:
         raise InputError(
             f"{file} has sha256 {digest}, pinned is {source.sha256}: "

@@ -249,7 +249,8 @@ def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, 
     0.483 fit only 87 rounds, 70, 55 and 42 of which accepted at least 1, 2 and 3 draft tokens. If
     several numbers of rounds fit, the middle one is used.
     """
-    n_accepted, n_drafted = int(accepted), int(drafted)
+    n_accepted = int(accepted)
+    n_drafted = int(drafted)
     shares = np.array(rates.split(","), float)
     rounds = np.arange(max(1, -(-n_drafted // len(shares))), n_drafted + 1)[:, None]
     rounds = rounds[abs(1 + n_accepted / rounds[:, 0] - float(length)) <= _rounding(length)]

@@ -98,7 +98,8 @@ class Study(Experiment):
         copied, target = "a copy of itself", "the larger target"
         nets = {copied: copy_of(lab.reference), target: lab.target}
         verifiers = {name: open_net(net, name) for name, net in nets.items()}
-        drafter, rows = ModelDrafter(open_net(lab.draft, "the draft")), []
+        drafter = ModelDrafter(open_net(lab.draft, "the draft"))
+        rows = []
         for neighbor, by in (
             (copied, copied),
             (target, copied),
@@ -145,7 +146,9 @@ class Study(Experiment):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(FAULTS[name])
             investigation = judge_service(self.lab, deploy=deploy, setups=GALLERY)
-            fault, first, verdict = deploy.acted(), investigation.first, investigation.verdict
+            fault = deploy.acted()
+            first = investigation.first
+            verdict = investigation.verdict
             strips[name] = heat_of(investigation.outcome()).max(axis=1)
             planted = NOTHING if fault.first is None else fault.first or "the model's inputs"
             if first:
@@ -182,9 +185,11 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
     projection. The digests cover all parameters of an expert bank, as loaded and as read by its
     operations. `difference` is |last / first setup - 1|.
     """
-    parts, columns = find(investigation.lab.draft), {}
+    parts = find(investigation.lab.draft)
+    columns = {}
     for name, says in CASE.items():
-        outcome, column = investigation.outcomes[name], {}
+        outcome = investigation.outcomes[name]
+        column = {}
         for layer in (0, 1):
             (bank, _), (attention, _) = parts["bank"][layer], parts["attention"][layer]
             key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
@@ -275,7 +280,8 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
     errors of earlier modules; by_itself, the module's own largest error; ratio, by_itself / floor.
     """
     bad = investigation.outcome()
-    sound_run, wrong_run = investigation.outcomes["S0w"].run.whole, bad.run.whole
+    sound_run = investigation.outcomes["S0w"].run.whole
+    wrong_run = bad.run.whole
     outputs = bad.errors.query("role == 'out'").groupby("at", sort=False)
     rows = []
     for module, error, ratio in outputs[["error", "ratio"]].max().itertuples():
@@ -353,8 +359,10 @@ def divergence_values(investigation: Investigation) -> Values:
     `kept` and `kept_itself` are the shares of greedy tokens that do not change if the draft runs
     next to the target, or next to a copy of itself.
     """
-    seen, outcomes = case_table(investigation), investigation.outcomes
-    alone, beside = seen["S0 alone"], seen["S3 next to the larger target"]
+    seen = case_table(investigation)
+    outcomes = investigation.outcomes
+    alone = seen["S0 alone"]
+    beside = seen["S3 next to the larger target"]
     tokens = {
         name: np.concatenate([logits.argmax(-1) for logits in outcomes[name].logits])
         for name in CASE
@@ -419,7 +427,8 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
     )
     figure = go.Figure(heat)
     for name, module in marks.items():
-        x, y = table.columns.get_loc(module), table.index.get_loc(name)
+        x = table.columns.get_loc(module)
+        y = table.index.get_loc(name)
         box = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.42, "y1": y + 0.42}
         figure.add_shape(type="rect", line_color="#111", line_width=2, **box)
         anchor, shift = ("left", 10) if x < 0.8 * len(modules) else ("right", -10)

@@ -56,13 +56,15 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
     rows of `trial`.
     """
     with Experiment("08_lossless", params, round_robin(params.prompts)) as study:
-        target, drafter = study.open_target(params.target), study.open_drafter(params.draft)
+        target = study.open_target(params.target)
+        drafter = study.open_drafter(params.draft)
         study.drafters.append(drafter)
         rows = study.measured["greedy"] = []
         for number, prompt in enumerate(study.chosen):
             progress(number, len(study.chosen), f"greedy: {prompt.id}")
             run = partial(study.decode, prompt.without_template, ignore_eog=True)
-            plain, drafted = run(), run(drafter=drafter, k=params.k)
+            plain = run()
+            drafted = run(drafter=drafter, k=params.k)
             study.generations.append(drafted)
             fork = fork_of(target, plain, drafted)
             rows.append(
@@ -97,7 +99,9 @@ def _audit_foreign(study: Experiment, progress: Progress) -> ForeignAudit:
     """Audit the texts of a file, or the shipped texts of the chosen prompts."""
     params = study.params
     if params.texts != "shipped":
-        texts, other, most = read_texts(Path(params.texts)), params.other, None
+        texts = read_texts(Path(params.texts))
+        other = params.other
+        most = None
     else:
         ids = {prompt.id for prompt in study.chosen if params.target == WRITER}
         texts = [text for text in read_texts(project_dir() / SHIPPED) if text.id in ids]
@@ -307,8 +311,10 @@ class SameInputDrafter(ModelDrafter):
 def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, Any]]:
     """Return one row per case: case, text, result. Resets both models."""
     prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
-    run, forward = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS), target.forward
-    sound, cured = run(drafter=drafter), run(drafter=SameInputDrafter(drafter.model))
+    run = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS)
+    forward = target.forward
+    sound = run(drafter=drafter)
+    cured = run(drafter=SameInputDrafter(drafter.model))
     judged = triage([cured], vocab_size=target.vocab.size)
     # If the drafter appends to the text, it has the draft tokens, then the committed tokens.
     tokens = [*prompt_ids(target, prompt)]

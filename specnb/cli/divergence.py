@@ -195,7 +195,8 @@ def faults(as_json: Json = False) -> None:
     from specnb.divergence.faults import FAULTS
     from specnb.divergence.pair import pair
 
-    models, rows = pair(), []
+    models = pair()
+    rows = []
     for name, fault in FAULTS.items():
         with fault(*models) as planted:
             rows.append(

@@ -116,7 +116,8 @@ def print_table(title: str, columns: list[str], rows: list) -> None:
     width if there is room.
     """
     console = Console()
-    table, fitting = Table(show_header=any(columns)), []
+    table = Table(show_header=any(columns))
+    fitting = []
     room = console.width - 1
     for name, *values in zip(columns, *rows, strict=True):
         header, *texts = map(cell, (name.replace("_", " "), *values))

@@ -110,7 +110,8 @@ def _error_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
 def _read_evidence(lab: Lab, bad: Outcome, turning: bool) -> Evidence:
     """Return whose parameters the operations of the first wrong module read."""
     module = bad.first.module
-    reads, parameters = _reads(bad, lab.loaded, module), _parameters(lab, bad, module)
+    reads = _reads(bad, lab.loaded, module)
+    parameters = _parameters(lab, bad, module)
     intended = reads["native"] | reads["copies"]
     # A rotary embedding reads one of its two buffers; the other has the original frequencies.
     complete = intended and (parameters <= intended or turning)
@@ -182,7 +183,8 @@ def _reads(bad: Outcome, loaded: Mapping[str, str], module: str) -> dict[str, se
     other models', as owner:path. Of parameters of no known model, "copies" names the draft's
     with the same content, and "strange" has the rest.
     """
-    params, reads = bad.trace.params, defaultdict(set)
+    params = bad.trace.params
+    reads = defaultdict(set)
     for read in params[params["module"] == module].itertuples():
         path = read.owner_path
         same = {name for name, content in loaded.items() if content and content == read.digest}

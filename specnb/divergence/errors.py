@@ -157,7 +157,8 @@ def flat(values: np.ndarray) -> np.ndarray:
 
 def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return ||b - a|| / ||a|| `(tokens,)`; 0 for two zeros, inf if only `a` is 0 or one is NaN."""
-    a, b = flat(a), flat(b)
+    a = flat(a)
+    b = flat(b)
     same = ~np.isfinite(a) & ((a == b) | (np.isnan(a) & np.isnan(b)))  # masks contain infinities
     a[same] = b[same] = 0.0
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -168,7 +169,8 @@ def relative_l2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 def gains(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return <a, b> / <a, a> of each token: 1.02 if b = 1.02 a; NaN if a is zero."""
-    a, b = flat(a), flat(b)
+    a = flat(a)
+    b = flat(b)
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         return (a * b).sum(1) / (a * a).sum(1)
 
@@ -185,7 +187,8 @@ def margins(
     places = both.clip(0, scores.shape[-1] - 1)
     a, b = (np.take_along_axis(scores.astype(np.float64), place, -1) for place in places)
     if not ordered:
-        a, b = np.sort(a), np.sort(b)
+        a = np.sort(a)
+        b = np.sort(b)
     apart = np.linalg.norm(a - b, axis=-1) / np.linalg.norm(scores, axis=-1).clip(min=1e-30)
     apart[(places != both).any((0, -1)) | np.isnan(apart)] = np.inf
     return np.where((chosen == instead).all(-1), 0.0, apart)

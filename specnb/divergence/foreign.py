@@ -139,10 +139,8 @@ def audit_texts(
         raise InputError("got no output token in any text, expected at least one")
     # 2. How large are rounding errors?
     every = pd.concat(forced.values())
-    noise, share = (
-        every["noise"].quantile(QUANTILE),
-        (every["noise"] / every["range"]).quantile(QUANTILE),
-    )
+    noise = every["noise"].quantile(QUANTILE)
+    share = (every["noise"] / every["range"]).quantile(QUANTILE)
     is_rounding = 0 < share <= ROUNDING[all(model.caps.lossless_dtype for model in models)]
     line = f"rounding moves logits by {noise:.2g}, {share:.2g} of a row's range"
     if not is_rounding:
@@ -165,7 +163,8 @@ def _encode(
     target: LanguageModel, text: ForeignText, room: int, max_tokens: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the ids of the prompt and of the output that continues it. Raises InputError."""
-    prompt, ids = prompt_ids(target, text.prompt), text.output
+    prompt = prompt_ids(target, text.prompt)
+    ids = text.output
     if isinstance(ids, str):
         ids = encode_exact(
             target, target.vocab.raw_bytes(prompt[-CONTEXT:]), ids.encode(errors="surrogatepass")

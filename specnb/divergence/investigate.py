@@ -357,7 +357,8 @@ def _doubts(
             "feed one complete row without padding"
         )
     if len(lab.unsteady):
-        at, floor = lab.unsteady.index[0][0], lab.unsteady.iloc[0]
+        at = lab.unsteady.index[0][0]
+        floor = lab.unsteady.iloc[0]
         place = (
             f"{at or 'the model itself'} differs by {floor:.2g} "
             "between sound runs with different block sizes"

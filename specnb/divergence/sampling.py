@@ -172,7 +172,8 @@ class SamplingTally:
             self.repeated += 1
             return
         self._visited.add(visit)
-        p, q = np.asarray(position.p_target, np.float64), _draft_row(position)
+        p = np.asarray(position.p_target, np.float64)
+        q = _draft_row(position)
         for kind, says in flaws(position, p, q):
             flaw = self._flaws.get(kind, Flaw(0, self.n + self.repeated, says))
             self._flaws[kind] = flaw._replace(count=flaw.count + 1)
@@ -226,7 +227,9 @@ def flaws(position: Position, p: np.ndarray, q: np.ndarray | None) -> Iterator[t
             if y != x:
                 yield "committed", f"draft token {x} was accepted, but token {y} was committed"
             return
-        kind, source, weights = "residual", "norm(max(p - q, 0))", np.maximum(p - q, 0.0)
+        kind = "residual"
+        source = "norm(max(p - q, 0))"
+        weights = np.maximum(p - q, 0.0)
     if p[y] == 0:
         yield "committed", f"token {y} was committed, but p has no mass there"
     elif weights.sum() == 0:
@@ -248,7 +251,8 @@ def _misjudged(position: Position, p: float, q: float) -> bool:
 def _picks(weights: np.ndarray, u: float, y: int) -> bool:
     """Return whether `u` picks y from the cumulative weights, up to rounding."""
     edges = np.cumsum(weights)
-    place, off = u * edges[-1], SUM_ROUNDING * edges[-1]
+    place = u * edges[-1]
+    off = SUM_ROUNDING * edges[-1]
     return edges[y] - weights[y] - off <= place <= edges[y] + off
 
 

@@ -56,13 +56,16 @@ class Script:
     ) -> "Script":
         """Feed a prompt, then rounds of `k` tokens; every other round rejects all but the first."""
         rng = np.random.default_rng(seed)
-        feeds, at, wrong = [Feed(tuple(text[:prompt]))], prompt, False
+        feeds = [Feed(tuple(text[:prompt]))]
+        at = prompt
+        wrong = False
         while at < len(text):
             right = 1 if wrong else min(k, len(text) - at)
             n_wrong = k - right if wrong else 0
             *first, last = *text[at : at + right], *rng.integers(0, vocab_size, n_wrong).tolist()
             feeds += [*(Feed((token,)) for token in first), Feed((last,), n_wrong)]
-            at, wrong = at + right, not wrong
+            at = at + right
+            wrong = not wrong
         return cls(feeds)
 
     @classmethod
@@ -104,7 +107,9 @@ def feed_script(
 
     Raises InputError without a cache that can be cropped.
     """
-    cache, logits, device = None, [], next(model.parameters()).device
+    cache = None
+    logits = []
+    device = next(model.parameters()).device
     for feed in script.feeds:
         before(feed)
         ids = torch.tensor([feed.ids], device=device)
@@ -171,9 +176,11 @@ def _lines(path: Path) -> Iterator[Feed]:
 
 def _fed_before(folder: Path) -> Iterator[Feed]:
     """Yield the forward passes of a trace; a step back in position is a rollback."""
-    steps, end = read_facts(folder)["steps"], 0
+    steps = read_facts(folder)["steps"]
+    end = 0
     for step, following in zip_longest(steps, steps[1:]):
-        ids, start = step["token_ids"], step["first_position"]
+        ids = step["token_ids"]
+        start = step["first_position"]
         if step["batch"] != 1 or step["length"] != len(ids) or start > end:
             rows = f"{step['batch']} rows, {step['length']} tokens from position {start} on"
             raise InputError(

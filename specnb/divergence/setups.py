@@ -84,7 +84,8 @@ class SetUp(NamedTuple):
 SETUPS = {
     name: SetUp(name, **row) for name, row in read_toml(Path(__file__).with_suffix(".toml")).items()
 }
-FIRST, ON_DEMAND = ("S0", "S0w", "S1", "S2", "S3"), ("S4", "S5", "S6")
+FIRST = ("S0", "S0w", "S1", "S2", "S3")
+ON_DEMAND = ("S4", "S5", "S6")
 """Setups that always run, and those that follow if the draft is wrong only next to a neighbor."""
 
 
@@ -305,7 +306,8 @@ class _Replay:
 
     def __init__(self, run: Alignment) -> None:
         self._run = run
-        self._calls, self._order = Counter(), 0
+        self._calls = Counter()
+        self._order = 0
         self._running, self.errors = [], []
 
     def enter(self, path: str, module: Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

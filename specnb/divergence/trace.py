@@ -233,7 +233,8 @@ class Alignment:
         firsts: Sequence[int] | None = None,
         text: Sequence[int] | None = None,
     ) -> None:
-        self.trace, self.rename = trace, rename or {}
+        self.trace = trace
+        self.rename = rename or {}
         self.names = rename_all(trace.tensors["module"].unique(), self.rename)
         """Renamed paths of modules, by captured path."""
         self.steps = trace.facts["steps"]
@@ -246,10 +247,8 @@ class Alignment:
         self.positions = np.array([*state], np.int64)
         self.last_step, self.tokens = np.array([*state.values()], np.int64).reshape(-1, 2).T
         if text is not None:  # drop the last rollback's tokens
-            self.positions, self.last_step = (
-                self.positions[: len(text)],
-                self.last_step[: len(text)],
-            )
+            self.positions = self.positions[: len(text)]
+            self.last_step = self.last_step[: len(text)]
             self.tokens = np.array(text)
 
     @cached_property
@@ -280,10 +279,8 @@ class Alignment:
         if len({part.shape[1:] for part in parts}) > 1:
             return None
         n = len(self.positions)
-        values, missing = (
-            np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts)),
-            np.ones(n, bool),
-        )
+        values = np.zeros((n, *parts[0].shape[1:]), np.result_type(*parts))
+        missing = np.ones(n, bool)
         for row, part in zip(rows, parts, strict=True):
             step = self.steps[row.step]  # a tensor may have only the step's last tokens
             places = index_of(
@@ -319,7 +316,8 @@ def _state(steps: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, int]]:
     """Return the last step and the token of each position in the final state, in order."""
     state = {}
     for number, step in enumerate(steps):
-        first, n = step["first_position"], step["length"]
+        first = step["first_position"]
+        n = step["length"]
         while n and state and next(reversed(state)) >= first:  # rolled back
             state.popitem()
         ids = step["token_ids"] or [UNKNOWN_ID] * n  # unknown if the model is fed embeddings

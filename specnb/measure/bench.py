@@ -201,14 +201,16 @@ class PairBench(NamedTuple):
     @property
     def conclusion(self) -> str:
         """The verdict and its numbers in sentences, after the advice not to draft, if any."""
-        row, busy = self.best(), self.verify_curve.busy
+        row = self.best()
+        busy = self.verify_curve.busy
         advice = "Leave drafting off. " if row["over_fastest"] <= 1 else ""
         reason = " (the machine was busy)" if busy else ""
         ends = f"95 % CI {row['over_fastest_low']:.2f} to {row['over_fastest_high']:.2f}"
         if row["n_prompts"] < FEWEST:
             ends = f"no interval for fewer than {FEWEST} prompts"
         speed = f"{row['over_fastest']:.2f} times as fast as the fastest plain decoding ({ends})"
-        rate, needed = row["acceptance_rate"], row["rate_needed"]
+        rate = row["acceptance_rate"]
+        needed = row["rate_needed"]
         accepted = (
             "No tokens were drafted."
             if pd.isna(rate)

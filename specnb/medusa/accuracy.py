@@ -114,7 +114,8 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
     if normed is None:
         normed = block_input(heads, states)
     drafts = heads.draft_ids().to(normed.device)
-    n, n_heads = len(states.ids), heads.config.n_heads
+    n = len(states.ids)
+    n_heads = heads.config.n_heads
     padded = F.pad(states.ids, (0, 1 + n_heads), value=NO_LABEL)
     ranks = []
     best = []

@@ -29,7 +29,8 @@ from specnb.records import pool_rounds
 STEPS, ALIVE, EVERY, PEAK_LR = 18, 12, 3, 2e-3
 """The short training: steps, steps with nonzero LR, steps per log entry, peak LR."""
 LR_ZERO = f"LR of zero after step {ALIVE}"
-ALIVE_ALL, TWO_NORMS = f"{STEPS} steps with nonzero LR", f"{STEPS} steps with two norms"
+ALIVE_ALL = f"{STEPS} steps with nonzero LR"
+TWO_NORMS = f"{STEPS} steps with two norms"
 """The short trainings. Controls: all steps with nonzero LR, and the final norm applied twice."""
 NONE = "none"
 """The diagnosis of sound heads."""

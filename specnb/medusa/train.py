@@ -188,7 +188,9 @@ def training_facts(net: Trainee, recipe: Recipe, log: Log, text: Path) -> dict[s
 
 def card_of(facts: dict[str, Any]) -> str:
     """Return the Markdown card of a trained drafter, from its training metadata."""
-    config, text, recipe = facts["heads"], facts["text"], facts["recipe"]
+    config = facts["heads"]
+    text = facts["text"]
+    recipe = facts["recipe"]
     last = facts["log"][-1]
     drafted = config["draft_vocab"] or config["vocab_size"]
     writer = f" (in {text['written_in']})" if "written_in" in text else ""

@@ -44,15 +44,21 @@ class Fake:
         k = self.k if fixed else body.get("speculative.n_max", self.k)
         text = body["messages"][-1]["content"]
         rng = np.random.default_rng([len(text), int(10 * body["temperature"])])
-        n_tokens, drafted, accepted, passes = body["max_tokens"], 0, [], 0
+        n_tokens = body["max_tokens"]
+        drafted = 0
+        accepted = []
+        passes = 0
         done = 0
         while done < n_tokens:
             limit = min(k, n_tokens - done - 1)
             lucky = rng.random(limit) < self.alpha
             n = next((place for place, right in enumerate(lucky) if not right), limit)
-            done, drafted, passes = done + n + 1, drafted + limit, passes + 1
+            done = done + n + 1
+            drafted = drafted + limit
+            passes = passes + 1
             accepted += [n] if limit else []
-        self.rounds, self.drafted = self.rounds + len(accepted), self.drafted + drafted
+        self.rounds = self.rounds + len(accepted)
+        self.drafted = self.drafted + drafted
         self.reached.update(place for n in accepted for place in range(n))
         changed = " that drafting changed" if self.fault == "another text" and k else ""
         reply = {
@@ -250,7 +256,8 @@ def test_the_change_between_two_builds_is_named_and_noise_is_none():
 
 
 def test_the_command_writes_page_and_fingerprint_and_compares_them(tmp_path, specnb):
-    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    old = str(tmp_path / "old.json")
+    new = str(tmp_path / "new.json")
 
     def attached(fake, file, *words):
         with fake:

@@ -19,7 +19,8 @@ def record(k: int) -> RunRecord:
     generations = [
         generate(model, [i, i + 1], max_new_tokens=24, drafter="lookup", k=k) for i in range(2)
     ]
-    params, now = {"k": k, "seed": 1}, datetime.now(UTC)
+    params = {"k": k, "seed": 1}
+    now = datetime.now(UTC)
     named = {"run_id": store.run_id("toys", params), "experiment": "toys", "params": params}
     return RunRecord(**named, provenance={}, started=now, ended=now, generations=generations)
 

@@ -23,7 +23,11 @@ from specnb.measure.bench import Method, Timed, interleaved, tabulate_speeds
 from tests.benchmarks.record import write_record
 
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
-CONTENTS, EACH, K, TOKENS, N_CTX = ("code", "edit", "prose"), 8, 4, 64, 1024
+CONTENTS = ("code", "edit", "prose")
+EACH = 8
+K = 4
+TOKENS = 64
+N_CTX = 1024
 MATCH = 3
 """Tokens that ngram-simple matches; its default, 12, finds almost nothing here."""
 RECORD = Path(__file__).with_suffix(".json")
@@ -82,10 +86,8 @@ def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.Da
 
 def main() -> None:
     target = load(TARGET, n_ctx=N_CTX)
-    draft, ours = (
-        load_drafter(DRAFT, target).drafter,
-        partial(generate, target, max_new_tokens=TOKENS),
-    )
+    draft = load_drafter(DRAFT, target).drafter
+    ours = partial(generate, target, max_new_tokens=TOKENS)
     methods = {
         "upstream plain": serve(),
         "plain": ours,

@@ -27,7 +27,8 @@ from specnb.measure.bench import rotate
 from specnb.measure.intervals import interval, rate, rate_ratio
 from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
-CONTENTS, KS = ("code", "edit", "json"), (3, 7)
+CONTENTS = ("code", "edit", "json")
+KS = (3, 7)
 
 
 class Run(NamedTuple):
@@ -47,7 +48,8 @@ def theirs(pipeline: openvino_genai.LLMPipeline, tokens: int, k: int, ids: list[
     result = pipeline.generate(
         openvino_genai.TokenizedInputs(given, openvino.Tensor(np.ones_like(given.data))), config
     )
-    metrics, ids = result.perf_metrics, tuple(result.tokens[0])
+    metrics = result.perf_metrics
+    ids = tuple(result.tokens[0])
     seconds = (metrics.get_generate_duration().mean - metrics.get_ttft().mean) / 1e3
     return Run(ids, len(ids) - 1, seconds)
 

@@ -62,7 +62,8 @@ def measure(out: Path, repeats: int, changes: bool, each: int, tokens: int) -> N
 
 
 def compare(older: Path, newer: Path) -> None:
-    old, new = read_json(older), read_json(newer)
+    old = read_json(older)
+    new = read_json(newer)
     pairs = [
         servers.compare_builds(a, b).verdict for a, b in itertools.combinations(new["same"], 2)
     ]

@@ -20,7 +20,8 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids
 from tests.benchmarks.record import add_rows, arguments
 
-WIDTHS, PAST = (1, 2, 3, 4, 5, 8, 9, 16, 17), 256
+WIDTHS = (1, 2, 3, 4, 5, 8, 9, 16, 17)
+PAST = 256
 REFERENCE = "llama.cpp, fastest"
 
 

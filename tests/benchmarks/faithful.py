@@ -50,7 +50,8 @@ def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:
 def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return KL(reference || other) of each row, and whether both have the same top token."""
     width = min(reference.shape[1], other.shape[1])
-    reference, other = reference[:, :width], other[:, :width]
+    reference = reference[:, :width]
+    other = other[:, :width]
     return (np.exp(reference) * (reference - other)).sum(1), reference.argmax(1) == other.argmax(1)
 
 

@@ -44,7 +44,8 @@ def fork_rows(
     model: LanguageModel, draft: LanguageModel, heads: str, tokens: int
 ) -> Iterator[dict[str, Any]]:
     """Compare speculative texts with plain ones; `fork`: index of the first different token."""
-    drafters, done = [LookupDrafter(), ModelDrafter(draft)], 0
+    drafters = [LookupDrafter(), ModelDrafter(draft)]
+    done = 0
     if heads:
         drafters += [load_drafter(heads, model, tree=tree).drafter for tree in ("chain", WIDEST_K)]
     for i, ids in zip(count(), contexts(model), strict=False):
@@ -100,10 +101,8 @@ def main() -> None:
                     certificate = model.caps.certificate
                 for promised in (True, False):
                     of = [row for row in rows if row["certified"] is promised]
-                    forks, kind = (
-                        sum(row["fork"] is not None for row in of),
-                        "certified" if promised else "other",
-                    )
+                    forks = sum(row["fork"] is not None for row in of)
+                    kind = "certified" if promised else "other"
                     counted = (
                         f"{forks} forks in {len(of)} {kind} texts "
                         f"of {sum(row['tokens'] for row in of)} tokens"

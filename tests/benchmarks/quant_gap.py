@@ -15,7 +15,10 @@ from specnb.prompts import prompts
 from tests.benchmarks.record import write_record
 
 PAIRS = (("q8_0", "q4_0"), ("q6_k", "q4_0"), ("q4_0", "q2_k"))
-CONTENTS, N_PROMPTS, N_TOKENS, KS = ("code", "edit", "prose"), 2, 48, (2, 4, 8)
+CONTENTS = ("code", "edit", "prose")
+N_PROMPTS = 2
+N_TOKENS = 48
+KS = (2, 4, 8)
 RECORD = Path(__file__).with_suffix(".json")
 
 

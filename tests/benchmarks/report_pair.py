@@ -26,7 +26,9 @@ SETTINGS = {
     "16 bits": (f"{TARGET}:f16", f"{DRAFT}:q4_0"),
     "across engines": (f"{TARGET}?backend=hf&dtype=float32", f"{DRAFT}:q4_0?backend=llama"),
 }
-KS, N_PROMPTS, N_TOKENS = (4, 8, 12, 16, 20, 24), 5, 256
+KS = (4, 8, 12, 16, 20, 24)
+N_PROMPTS = 5
+N_TOKENS = 256
 RECORD = project_dir() / "data" / "report" / "small.json"
 
 

@@ -106,13 +106,12 @@ def store(notebook: str) -> None:
     """Write outputs and box of the published run into the notebook."""
     path = ROOT / "notebooks" / f"{notebook}.ipynb"
     ran = nbformat.read(results_dir() / notebook / record_of(notebook).run_id / "notebook.ipynb", 4)
-    nb, outputs = nbformat.read(path, 4), {cell.id: cell for cell in ran.cells}
+    nb = nbformat.read(path, 4)
+    outputs = {cell.id: cell for cell in ran.cells}
     for cell in nb.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = (
-                outputs[cell.id].outputs,
-                outputs[cell.id].execution_count,
-            )
+            cell.outputs = outputs[cell.id].outputs
+            cell.execution_count = outputs[cell.id].execution_count
         elif notebook in BOXES:
             lines = [
                 box(notebook) if line.startswith(START) else line

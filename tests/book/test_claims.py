@@ -113,13 +113,15 @@ def test_an_expression_with_an_unknown_name_is_an_error():
 
 
 def test_the_derived_values_are_stored_and_the_cure_depends_on_the_drafter():
-    stored, exact = read_json(project_dir() / "data" / "claims.json"), (type(None), bool, dict)
+    stored = read_json(project_dir() / "data" / "claims.json")
+    exact = (type(None), bool, dict)
     values = {
         name: value if isinstance(value, exact) else pytest.approx(value)
         for name, value in derive().items()
     }
     assert values == stored, "run `python -m data.claims`"
-    before, after = derive_cure(SameInputDrafter), derive_cure(ModelDrafter)
+    before = derive_cure(SameInputDrafter)
+    after = derive_cure(ModelDrafter)
     for claim in claims_of("08_lossless")[1:3]:
         assert [claim.verdict(values[claim.value]) for values in (before, after)] == [
             "corrected",

@@ -149,7 +149,8 @@ def test_the_same_run_twice_at_once_is_refused(run, monkeypatch):
             run("1")
 
     monkeypatch.setattr(engine, "_execute", again)
-    first, default = run("1"), run("1", params={"k": 4})
+    first = run("1")
+    default = run("1", params={"k": 4})
     assert first.output == default.output, "a value equal to the default is the same run"
 
 

@@ -61,7 +61,8 @@ def few_walks():
 
 @pytest.fixture(scope="module")
 def trace():
-    true, noise = target(), toy.markov(6, order=2, seed=5, sharpness=3.0)
+    true = target()
+    noise = toy.markov(6, order=2, seed=5, sharpness=3.0)
     blurred = toy.ToyLM(
         lambda ids: true._logits_of(ids) + noise._logits_of(ids), true.vocab, name=MODEL
     )
@@ -195,7 +196,9 @@ def test_the_kernel_replays_policies_for_the_page_and_reports_errors(frame, tabl
 def workbench(**params):
     small = {"max_new_tokens": 40, "drafters": ["lookup"], "temperatures": [0.0, 0.7]}
     bench = Workbench(ExplorerParams(**small | params))
-    bench.target, bench.drafters, bench.chosen = target(), [LookupDrafter()], PROMPTS
+    bench.target = target()
+    bench.drafters = [LookupDrafter()]
+    bench.chosen = PROMPTS
     return bench
 
 
@@ -351,10 +354,8 @@ def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypat
 
 
 def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):
-    target, draft = (
-        str(tmp_path / "it's $(touch x) `y`.gguf"),
-        "tiny-hybrid?backend=hf&dtype=float32",
-    )
+    target = str(tmp_path / "it's $(touch x) `y`.gguf")
+    draft = "tiny-hybrid?backend=hf&dtype=float32"
     Path(target).touch()
     flags = flags_of(target, draft, 3)
     assert shlex.split(flags["specnb"])[3:] == ["--target", target, "--draft", draft, "--k", "3"]

@@ -143,10 +143,8 @@ def test_a_notebook_is_found_by_name_file_or_path(tmp_path, monkeypatch):
     (tmp_path / "notebooks").mkdir()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(notebook, "project_dir", lambda: tmp_path)
-    other, path = (
-        notebook_at(tmp_path / "mine.ipynb"),
-        notebook_at(tmp_path / "notebooks" / "01_a.ipynb"),
-    )
+    other = notebook_at(tmp_path / "mine.ipynb")
+    path = notebook_at(tmp_path / "notebooks" / "01_a.ipynb")
     for name in ("10_b.ipynb", "12_01.ipynb", "draft.ipynb", "02_x.txt"):
         (tmp_path / "notebooks" / name).touch()
     assert [file.name for file in notebook.notebooks()] == [

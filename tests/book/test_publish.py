@@ -93,7 +93,8 @@ def nothing_left(results):
     children = set(psutil.Process().children(recursive=True))
     yield
     picture.browser().close()
-    end, more = time.monotonic() + 10, children
+    end = time.monotonic() + 10
+    more = children
     while more and time.monotonic() < end:
         time.sleep(0.05)
         more = set(psutil.Process().children(recursive=True)) - children

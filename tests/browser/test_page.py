@@ -61,7 +61,8 @@ def text(frame, name: str) -> str:
 
 def bent(base: Cost, at8: float, c: float) -> Cost:
     """Return a curve stretched to `at8` at width 8; a flat curve becomes a straight line."""
-    ratios, base_at8 = [base.curve.ratio(n) for n in base.curve.widths], base.curve.ratio(8)
+    ratios = [base.curve.ratio(n) for n in base.curve.widths]
+    base_at8 = base.curve.ratio(8)
     if base_at8 < 1.05 or min(ratios) < 1:
         return Cost.straight(CUSTOM, at8, c)
     stretched = tuple((1 + (ratio - 1) * (at8 - 1) / (base_at8 - 1),) for ratio in ratios)
@@ -94,7 +95,8 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
     counted = [float(x) for x in COUNTED.search(text(frame, "facts")).groups()]
     assert counted == pytest.approx([p.accepted, p.drafted, p.tau, p.n_tokens], abs=0.51), setting
     require_accepted(text(frame, "command"))
-    table, sweep = pd.read_csv(io.StringIO(frame.evaluate("table()"))), tables.sweep(setting)
+    table = pd.read_csv(io.StringIO(frame.evaluate("table()")))
+    sweep = tables.sweep(setting)
     rows = {name: getattr(sweep, name) for name in NUMBERS[1:]}
     pd.testing.assert_frame_equal(
         table[:25][NUMBERS[1:]], pd.DataFrame(rows), rtol=2e-4, atol=1e-3, check_dtype=False
@@ -105,7 +107,8 @@ def require_shown(frame, tables: Tables, setting: Setting) -> None:
     assert table["speedup"][setting.k if setting.policy == FIXED else 25] == pytest.approx(
         p.speedup, rel=2e-4
     )
-    reached, kept = frame.evaluate("look().p.tested"), frame.evaluate("look().p.kept")
+    reached = frame.evaluate("look().p.tested")
+    kept = frame.evaluate("look().p.kept")
     _, _, *by_position = split(sum(counts for _, counts, _ in tables.walks(setting)))
     assert [*reached, *kept] == pytest.approx(np.concatenate(by_position), rel=1e-3, abs=2e-3)
     frame.locator("#prompt").select_option(index=0)

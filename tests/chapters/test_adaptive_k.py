@@ -39,13 +39,16 @@ class Reading(toy.ToyLM):
 def reading(order=2, sharpness=1.5, name="toy"):
     """Return a model that encodes any text, with a mock `close`."""
     model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
-    model.__class__, model.name, model.close = Reading, name, Mock()
+    model.__class__ = Reading
+    model.name = name
+    model.close = Mock()
     return model
 
 
 @pytest.fixture(scope="module")
 def study():
-    target, draft = reading(), toy.markov(7, order=1, seed=2)
+    target = reading()
+    draft = toy.markov(7, order=1, seed=2)
     target.vocab = replace(target.vocab, chat_template=SPOKEN)
     made = {"lookup": LookupDrafter(), SMALL.drafters[1]: ModelDrafter(draft)}
     with pytest.MonkeyPatch.context() as patch:
@@ -112,7 +115,8 @@ def test_claims_are_judged_by_relative_speeds_over_prompts(study):
 
 
 def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(study):
-    rows, record = study.record.measurements["routed"], study.record
+    rows = study.record.measurements["routed"]
+    record = study.record
     assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (
         1 + len(NAMED)
     )

@@ -43,7 +43,8 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
 
     outcomes = wrong.outcomes
     sound = replace(wrong, outcomes=outcomes | dict.fromkeys(("S2", "S3", "S4"), outcomes["S0"]))
-    before, after = judged(wrong), judged(sound)
+    before = judged(wrong)
+    after = judged(sound)
     for value in ("kept_less", "begins_between"):
         assert (before[value]["verdict"], after[value]["verdict"]) == ("reproduced", "corrected")
     for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):

@@ -114,8 +114,11 @@ def test_the_replay_covers_every_k_and_agrees_with_the_live_runs(record):
 
 
 def test_a_draft_model_has_a_cost_and_unsuitable_drafters_are_left_out(target, monkeypatch):
-    draft, load_drafter = toy.markov(7, seed=2), experiment.load_drafter
-    draft.caps, draft.name, draft.close = replace(draft.caps, n_ctx=64), "smollm2-135m:q4_0", Mock()
+    draft = toy.markov(7, seed=2)
+    load_drafter = experiment.load_drafter
+    draft.caps = replace(draft.caps, n_ctx=64)
+    draft.name = "smollm2-135m:q4_0"
+    draft.close = Mock()
     given = {"model": LoadedDrafter(ModelDrafter(draft))}
     opening = lambda name, *a, **o: given.get(name) or load_drafter(name, *a, **o)  # noqa: E731
     monkeypatch.setattr(experiment, "load_drafter", opening)
@@ -126,7 +129,8 @@ def test_a_draft_model_has_a_cost_and_unsuitable_drafters_are_left_out(target, m
     assert [m["role"] for m in record.provenance["models"]] == ["target", "drafter"]
     assert record.measurements["verify_curve"]["context"] == 32  # half of the smaller context
     assert set(record.measurements["left_out"]) == {"medusa"}
-    rows, names = tables.replay_rows(record), {"lookup(n=1..6,x4)", draft.name}
+    rows = tables.replay_rows(record)
+    names = {"lookup(n=1..6,x4)", draft.name}
     assert rows["drafter"].value_counts().to_dict() == dict.fromkeys(names, 192)
     assert len({g.prompt_id for g in record.generations if g.k}) == 2  # one of each category
     assert tables.checks(record)["ok"].all() and set(tables.best_range(record)["drafter"]) == names

@@ -10,7 +10,8 @@ from specnb.errors import InputError
 from specnb.lm.hf.engine import cache_argument
 from tests.tiny_models import FAMILIES, torch_model
 
-KIB, MIB = 1 << 10, 1 << 20
+KIB = 1 << 10
+MIB = 1 << 20
 
 STATES = dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16)
 WIDTHS = {

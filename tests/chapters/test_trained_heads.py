@@ -37,7 +37,8 @@ PARAMETERS = 2  # the cell
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Checkpoints of trained heads of both kinds."""
-    root, target = tmp_path_factory.mktemp("heads"), periodic.backbone_model()
+    root = tmp_path_factory.mktemp("heads")
+    target = periodic.backbone_model()
     for kind in ("medusa", "hydra"):
         heads, log = periodic.trained(target, MAP, kind=kind)
         checkpoint.save_heads(heads, root / kind, dtype="float32", facts={"log": log})
@@ -142,8 +143,11 @@ def test_the_costs_of_an_ablation_match_a_count_by_hand(notebook):
     assert list(table.index) == [*VARIANTS] and list(table.index[table["top1"].isna()]) == [
         trained_heads.NOT_TRAINED
     ]
-    d, v, n = periodic.HIDDEN, len(MAP), 3
-    block, hydra = d * d + d, sum(d * d * (2 + i) + d for i in range(n))
+    d = periodic.HIDDEN
+    v = len(MAP)
+    n = 3
+    block = d * d + d
+    hydra = sum(d * d * (2 + i) + d for i in range(n))
     # Hydra heads run one after the other and read the lm_head once each.
     for name, parameters, read in (
         ("shared lm_head", n * block, n * block + v * d),
@@ -240,10 +244,8 @@ def test_figures_show_the_numbers_of_their_tables(notebook):
     )
     marks, served = notebook.pictures["05_alpha"]
     assert sum(len(trace.x) for trace in marks.data) == (served["tested"] >= FEW).sum() > 0
-    sizes, drawn = (
-        notebook.pictures["05_trees"][0].data[:2],
-        notebook.pictures["05_trees"][0].data[2:],
-    )
+    sizes = notebook.pictures["05_trees"][0].data[:2]
+    drawn = notebook.pictures["05_trees"][0].data[2:]
     assert all(trace.y[0] == 1 for trace in sizes)  # no nodes: plain decoding
     n_nodes = [
         sorted({len(tree.plan) for tree in trees} & {*DRAWN})

@@ -187,7 +187,8 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream):
-    now, err = iter(range(0, 999, 12)), stream()
+    now = iter(range(0, 999, 12))
+    err = stream()
     monkeypatch.setattr(experiment, "perf_counter", lambda: next(now))
     monkeypatch.setattr(sys, "stderr", err)
     with pytest.raises(KeyError), experiment.ProgressBar() as progress:

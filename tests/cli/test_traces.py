@@ -111,7 +111,8 @@ def test_invalid_options_are_one_line_and_leave_no_files(
 def traces(tmp_path_factory):
     """Return folders of traces of a tiny model: two equal ones, one with a random head, and the
     latter with the module paths of an engine that wraps it."""
-    model, folder = torch_model().eval(), tmp_path_factory.mktemp("traces")
+    model = torch_model().eval()
+    folder = tmp_path_factory.mktemp("traces")
     script = random_script(model, tokens=18, prompt=14)
     for name, service in (
         ("a", nullcontext()),

@@ -121,7 +121,8 @@ class Writes(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.writer, self.reader = nn.Identity(), nn.Identity()
+        self.writer = nn.Identity()
+        self.reader = nn.Identity()
 
     def forward(self, x):
         work = self.writer(x.mul_(2))
@@ -131,12 +132,11 @@ class Writes(nn.Module):
 
 def test_tensors_are_recorded_as_they_were_at_the_hook():
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
-    before, trace = x.clone(), traced(Writes(), lambda m: m(x))
+    before = x.clone()
+    trace = traced(Writes(), lambda m: m(x))
     given = trace.rows(module="", role="in").iloc[0]
-    wrote, read = (
-        trace.rows(module="writer", role="out").iloc[0],
-        trace.rows(module="reader", role="in").iloc[0],
-    )
+    wrote = trace.rows(module="writer", role="out").iloc[0]
+    read = trace.rows(module="reader", role="in").iloc[0]
     assert given["digest"] == digest_tensor(before) and wrote["digest"] == digest_tensor(2 * before)
     assert torch.equal(torch.from_numpy(trace.arrays[given["digest"]]), before)
     assert wrote["digest"] != read["digest"] and trace.arrays[read["digest"]].max() == 9
@@ -188,8 +188,11 @@ def test_nested_arguments_and_outputs_have_dotted_names():
 
 
 def test_unknown_weights_are_digested_and_freed_and_tied_ones_share_a_path(llama):
-    layer, other = llama.model.layers[1].mlp.up_proj, nn.Parameter(torch.randn(48, 32))
-    expected, gone, own = digest_tensor(other), weakref.ref(other), layer.weight
+    layer = llama.model.layers[1].mlp.up_proj
+    other = nn.Parameter(torch.randn(48, 32))
+    expected = digest_tensor(other)
+    gone = weakref.ref(other)
+    own = layer.weight
     with capture(llama) as builder:
         layer.weight = other
         prefill(llama)
@@ -206,7 +209,8 @@ def test_a_modified_weight_keeps_its_owner_and_gets_a_new_digest():
     def exchange(w):
         w.data = 3 * w.data
 
-    model, x = nn.Linear(64, 64), torch.ones(1, 64)
+    model = nn.Linear(64, 64)
+    x = torch.ones(1, 64)
     with capture(model) as builder, torch.no_grad():
         for change in (lambda w: None, lambda w: w.mul_(2), lambda w: w.data.add_(1), exchange):
             change(model.weight)
@@ -227,7 +231,8 @@ def test_a_modified_weight_keeps_its_owner_and_gets_a_new_digest():
 class Fails(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner, self.times = nn.Linear(4, 4), 0
+        self.inner = nn.Linear(4, 4)
+        self.times = 0
 
     def forward(self, x):
         self.times += 1
@@ -238,7 +243,8 @@ class Fails(nn.Module):
 
 
 def test_errors_remove_the_hooks_and_do_not_shift_later_steps(tmp_path):
-    model, x = Fails(), torch.ones(2, 4)
+    model = Fails()
+    x = torch.ones(2, 4)
     with pytest.raises(RuntimeError, match="outside"), capture(model, tmp_path / "trace"):
         model(x)
         with pytest.raises(ValueError):
@@ -273,7 +279,9 @@ class Engine(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.mlp, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20)
+        self.embed = nn.Embedding(20, 8)
+        self.mlp = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 20)
 
     def forward(self, input_ids, positions):
         return self.mlp(self.embed(input_ids))
@@ -307,7 +315,8 @@ class Heads(nn.Module):
 
     def __init__(self, transposed):
         super().__init__()
-        self.norm, self.transposed = nn.LayerNorm(3), transposed
+        self.norm = nn.LayerNorm(3)
+        self.transposed = transposed
 
     def forward(self, hidden_states):
         heads = hidden_states.view(1, -1, 2, 3)

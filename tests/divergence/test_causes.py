@@ -23,7 +23,8 @@ def runs(path, around):
 
 def shared_logits(draft, neighbour):
     """Let both heads write to one buffer, from which the draft reads its neighbor's rows."""
-    left, planted = [], ExitStack()
+    left = []
+    planted = ExitStack()
 
     def of_neighbour(original, states):
         left[:] = [original(states)]

@@ -35,7 +35,8 @@ class Subject:
         self.reference = self.traced()
 
     def traced(self, *faults, script=SCRIPT, beside=None, model=None, at_use=True, **options):
-        model, known = model or self.draft, {} if beside is None else {"target": beside}
+        model = model or self.draft
+        known = {} if beside is None else {"target": beside}
         with ExitStack() as planted:
             self.faults = [
                 planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults
@@ -95,7 +96,8 @@ QUICK = (
 )
 def test_the_module_and_the_token_of_every_fault_are_found(pair, fault):
     comparison = compare_traces(pair.reference, pair.traced(fault, beside=pair.target))
-    planted, first = pair.faults[0], comparison.first
+    planted = pair.faults[0]
+    first = comparison.first
     if fault in BENIGN:
         assert comparison.verdict != "DIVERGENT" and first is None
         return
@@ -179,7 +181,8 @@ def rerouted(model):
 
     def other(out):
         logits, scores, chosen = out
-        chosen, order = chosen.clone(), logits.argsort(-1, descending=True)
+        chosen = chosen.clone()
+        order = logits.argsort(-1, descending=True)
         chosen[7, 3] = next(expert for expert in order[7] if expert not in chosen[7])
         return logits * (1 + 2e-7), scores, chosen
 
@@ -280,7 +283,8 @@ def test_runs_are_compared_up_to_the_first_different_token(single):
 def test_the_token_fed_last_at_a_position_counts(single):
     """Rolled-back tokens do not matter, even if nothing was fed in their place."""
     feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3), Feed(tuple(TEXT[10:])))
-    prefill, again = single.traced(script=PREFILL), single.traced(script=Script(feeds))
+    prefill = single.traced(script=PREFILL)
+    again = single.traced(script=Script(feeds))
     assert compare_traces(prefill, again).verdict == "PRECISION_ONLY"
     short = Script((*feeds[:2], Feed((TEXT[10],))))  # only the position of token 1 is fed again
     comparison = compare_traces(prefill, single.traced(script=short))
@@ -290,7 +294,8 @@ def test_the_token_fed_last_at_a_position_counts(single):
 # --- NaN and infinity -----------------------------------------------------------------------------
 
 
-NAN, AT_7 = math.nan, np.s_[:, 7, 3]
+NAN = math.nan
+AT_7 = np.s_[:, 7, 3]
 
 
 @pytest.mark.parametrize(
@@ -321,7 +326,8 @@ def test_nan_is_found_where_the_other_run_has_another_value(single, value, other
 
 def test_tokens_before_the_first_nan_are_not_blamed(single):
     """In a prefill, attention multiplies NaN by a weight of 0, so earlier tokens get NaN, too."""
-    sound, norm = single.traced(script=PREFILL), single.draft.model.layers[1].input_layernorm
+    sound = single.traced(script=PREFILL)
+    norm = single.draft.model.layers[1].input_layernorm
     with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
         comparison = compare_traces(sound, single.traced(script=PREFILL))
     assert [(node.module, node.first_token) for node in comparison.minimal] == [

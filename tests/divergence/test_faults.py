@@ -54,7 +54,8 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_matches_its_description_and_is_removed_after_an_exception(divergence_lab, name):
     """If a fault did not declare that it waits, one that never acted would count as a case."""
-    lab, neighbour = divergence_lab, small.copy_of(divergence_lab.target)
+    lab = divergence_lab
+    neighbour = small.copy_of(divergence_lab.target)
     before = [
         {key: value.clone() for key, value in model.state_dict().items()}
         for model in (lab.draft, neighbour)

@@ -58,7 +58,8 @@ def test_a_margin_is_compared_with_the_noise_of_the_target_or_other_model(
     """Rows have a range of 5. Blocks change them by the noise of the target or the other model."""
     other = None if of_other is None else near(gap, of_other)
     result = audited(near(gap, noise), (*PLAIN[:2], 3, *[1] * 4), PLAIN, other=other)
-    source, measured = result.sources[0], of_other or noise
+    source = result.sources[0]
+    measured = of_other or noise
     assert (source.verdict, source.forks, result.exit_code) == (verdict, 1, code)
     assert source.margin == pytest.approx(gap, rel=1e-3)
     known = verdict != "inconclusive" and measured

@@ -87,7 +87,8 @@ def test_a_draft_that_hooks_change_or_that_is_random_is_inconclusive(lab):
 
 def test_wrong_logits_are_inconclusive_even_if_no_module_is_wrong(lab):
     blind = copy.copy(lab)
-    blind.floor, blind._kept = lab.floor * 1e9, {}
+    blind.floor = lab.floor * 1e9
+    blind._kept = {}
     found = judge_service(blind, deploy=FAULTS["kv_slot_swap"], setups=["S0"])
     assert found.verdict == "INCONCLUSIVE" and "the logits differ" in found.reason
 
@@ -138,7 +139,8 @@ def test_an_incomparable_module_is_judged_as_part_of_its_container():
         num_key_value_heads=2,
         num_local_experts=4,
     )
-    draft, act = MixtralForCausalLM(config).eval(), "layers.1.mlp.experts.act_fn"
+    draft = MixtralForCausalLM(config).eval()
+    act = "layers.1.mlp.experts.act_fn"
     with torch.no_grad():
         for weight in (weight for weight in draft.parameters() if weight.ndim > 1):
             weight.normal_(0, 0.2)
@@ -168,7 +170,8 @@ def test_missing_and_unsuitable_models_are_refused(lab):
         Lab(lab.draft, script=lab.script).run("S3")
     with pytest.raises(InputError, match="float8_e5m2"):
         Lab(torch.nn.Linear(2, 2).to(torch.float8_e5m2), script=lab.script)
-    small_target, largest = copy.deepcopy(lab.target), max(lab.script.text)
+    small_target = copy.deepcopy(lab.target)
+    largest = max(lab.script.text)
     small_target.resize_token_embeddings(largest)
     with pytest.raises(InputError, match=f"token {largest}, expected below {largest}"):
         Lab(lab.draft, small_target, script=lab.script)

@@ -41,14 +41,16 @@ def test_missing_values_of_a_run_are_omitted_or_taken_from_the_copy(divergence_l
     trace = builder.trace()
     with pytest.raises(InputError, match="not those of the script"):
         BLOCKS.align(trace)
-    last, script = lab.script.align(trace).last_step, lab.script
+    last = lab.script.align(trace).last_step
+    script = lab.script
     for position, (number, token) in enumerate(zip(last, script.text, strict=True)):
         assert script.feeds[number].ids[position - script.starts[number]] == token
     skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
     aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))
     assert {key.module for key in aligned.rows.keys() - aligned.whole.keys()} >= {"lm_head"}
     assert not any(len(whole.gaps) for whole in aligned.whole.values())
-    aligned, key = lab.script.align(trace), Key("layers.0.mlp.experts", 0, "out", "out")
+    aligned = lab.script.align(trace)
+    key = Key("layers.0.mlp.experts", 0, "out", "out")
     aligned.whole[key].values[3:5] = 0
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
@@ -63,11 +65,9 @@ class InPlace(nn.Module):
 
     def __init__(self, *, last):
         super().__init__()
-        self.embed, self.act, self.head = (
-            nn.Embedding(256, 4),
-            nn.ReLU(inplace=True),
-            nn.Linear(4, 7),
-        )
+        self.embed = nn.Embedding(256, 4)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 7)
         self.last = last
 
     def forward(self, input_ids, use_cache=False):

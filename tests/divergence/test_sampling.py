@@ -20,7 +20,8 @@ NOTHING, TOP_K, GREEDY, FROM_P = PLANTED
 def logged(seed, n_tokens=150, fault=NOTHING, **options):
     """Return the positions of one generation, and the generation."""
     target, draft = related(seed)
-    drafter, heard = ModelDrafter(draft), []
+    drafter = ModelDrafter(draft)
+    heard = []
     settings = {"temperature": 1.0, "k": 4, "max_new_tokens": n_tokens, "seed": seed} | options
     with PLANTED[fault](drafter):
         generation = generate_logged(
@@ -49,7 +50,8 @@ def pooled(fault, seeds=range(6), **options):
     return [position for seed in seeds for position in logged(seed, fault=fault, **options)[0]]
 
 
-ROW_P, ROW_Q = np.array([0.5, 0.3, 0.2, 0.0]), np.array([0.25, 0.25, 0.25, 0.25])
+ROW_P = np.array([0.5, 0.3, 0.2, 0.0])
+ROW_Q = np.array([0.25, 0.25, 0.25, 0.25])
 SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 
 
@@ -58,7 +60,8 @@ SOUND = Position(ROW_P, ROW_Q, 0, True, 0)
 
 def test_sound_sampling_is_inconclusive_until_there_are_enough_positions():
     heard = pooled(NOTHING, range(10))
-    late, early = audit(heard), audit(heard[:200])
+    late = audit(heard)
+    early = audit(heard[:200])
     assert (late.verdict, late.exit_code, late.causes, late.flaws) == ("sound", 0, (), {})
     assert late.replayed == late.n == len(heard) and audit(blind(heard)).verdict == "sound"
     assert early.verdict == "inconclusive" and early.exit_code == 125
@@ -170,10 +173,9 @@ def test_the_trial_of_notebook_08_detects_exactly_the_planted_faults():
 
 
 def test_a_resample_from_p_is_found_by_its_random_number():
-    p, q = (
-        np.array([0.1, 0.5, 0.4]),
-        np.array([0.8, 0.1, 0.1]),
-    )  # the residual's edges are at 0, 0.571, 1
+    # the residual's edges are at 0, 0.571, 1
+    p = np.array([0.1, 0.5, 0.4])
+    q = np.array([0.8, 0.1, 0.1])
     log = Position(p, q, 0, False, 2, accept_u=0.9, resample_u=0.7)
     assert not audit([log]).flaws, "both rows give token 2"
     for u in (0.58, 0.9):
@@ -217,7 +219,8 @@ def test_an_empty_log_is_inconclusive_and_invalid_effects_are_refused():
 
 def test_one_rejection_of_nearly_certain_draft_tokens_is_no_alarm():
     """One rejection where 0.001 are expected is 32 standard deviations, but may be chance."""
-    p, q = np.array([1 - 1e-6, 1e-6]), np.array([1.0, 0.0])
+    p = np.array([1 - 1e-6, 1e-6])
+    q = np.array([1.0, 0.0])
     heard = [Position(p, q, 0, True, 0)] * 999 + [Position(p, q, 0, False, 1)]
     assert audit(heard).verdict == "sound" and abs(zs(audit(heard))["z_acc"]) < 2
     assert audit([*heard[:900], *[heard[-1]] * 100]).verdict == "wrong"
@@ -225,7 +228,8 @@ def test_one_rejection_of_nearly_certain_draft_tokens_is_no_alarm():
 
 def test_sums_over_sound_positions_are_within_freedmans_bound():
     """The bound on P(|z| > 2) is 2 exp(-2) = 0.27; for a normal sum it is 4.6 %."""
-    rng, row = np.random.default_rng(1), np.array([0.8, 0.2])
+    rng = np.random.default_rng(1)
+    row = np.array([0.8, 0.2])
     exceeded = 0
     for _ in range(300):
         tally = SamplingTally()

@@ -332,7 +332,8 @@ def test_permuted_neurons_are_reported_as_harmless():
 
 @slow
 def test_parameters_shared_from_the_start_count_as_the_drafts():
-    draft, shared = made("qwen2"), made("qwen2", seed=5)
+    draft = made("qwen2")
+    shared = made("qwen2", seed=5)
     draft.lm_head, draft.model.embed_tokens = shared.lm_head, shared.model.embed_tokens
     found = investigate(draft, shared)
     assert found.verdict == "SOUND" and found.coverage.complete, found.line
@@ -348,7 +349,8 @@ def logits_as(draft, change):
 
 
 def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
-    draft, noise = made("qwen2"), torch.randn(64, generator=torch.Generator().manual_seed(0))
+    draft = made("qwen2")
+    noise = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
     def verdict(change):
         return investigate(

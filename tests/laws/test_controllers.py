@@ -160,7 +160,9 @@ class OracleK(Controller):
     name = "oracle"
 
     def __init__(self, plan: Sequence[int]) -> None:
-        self._plan, self._at, self.k_max = tuple(plan), 0, max(plan, default=0)
+        self._plan = tuple(plan)
+        self._at = 0
+        self.k_max = max(plan, default=0)
 
     def draft_length(self) -> int:
         return self._plan[self._at] if self._at < len(self._plan) else 0
@@ -172,7 +174,8 @@ class OracleK(Controller):
 @pytest.mark.parametrize("c", [0.0, 0.3])
 @pytest.mark.parametrize("name", ["lookup", "other"])
 def test_the_oracle_plan_takes_the_oracles_time_and_no_fixed_k_is_faster(name, c):
-    target, cost = toy.markov(4, order=2, seed=2), Cost(CURVE, c)
+    target = toy.markov(4, order=2, seed=2)
+    cost = Cost(CURVE, c)
     _, recording = recorded(target, drafter_named(name, 2), 50)
     plan, seconds = oracle(recording, cost, 24)
     assert counts_of(recording, walk_recording(recording, OracleK(plan))).seconds(
@@ -186,7 +189,9 @@ def test_the_oracle_plan_takes_the_oracles_time_and_no_fixed_k_is_faster(name, c
 
 
 def test_recordings_load_from_current_and_older_files(tmp_path):
-    target, file, made = toy.markov(4, order=2, seed=1), tmp_path / "t.parquet", []
+    target = toy.markov(4, order=2, seed=1)
+    file = tmp_path / "t.parquet"
+    made = []
     for temperature in (0.0, 0.7):
         drafters = [drafter_named("lookup", 1), drafter_named("other", 1)]
         for _, recordings in record(

@@ -40,9 +40,12 @@ def block(
     def normal(*shape):
         return torch.randn(shape, generator=draw, dtype=torch.float64)
 
-    q, k = normal(1, length, key_heads, dk), normal(1, length, key_heads, dk)
-    v, g = normal(1, length, value_heads, dv), -gate * normal(1, length, value_heads).abs()
-    beta, state = normal(1, length, value_heads).sigmoid(), normal(1, value_heads, dk, dv)
+    q = normal(1, length, key_heads, dk)
+    k = normal(1, length, key_heads, dk)
+    v = normal(1, length, value_heads, dv)
+    g = -gate * normal(1, length, value_heads).abs()
+    beta = normal(1, length, value_heads).sigmoid()
+    state = normal(1, value_heads, dk, dv)
     q, k = (x.to(dtype) for x in (q, k))
     q, k = (q, k) if raw else (unit(q) / dk**0.5, unit(k))
     return [q, k, *(x.to(dtype) for x in (v, g, beta))], state.to(dtype)

@@ -254,8 +254,10 @@ def test_drafting_that_ends_at_a_nan_does_not_change_the_distribution(temperatur
     def logits_of(prefix):
         return rows(prefix) * (np.nan if len(prefix) > 3 and prefix[-1] == 1 else 1)
 
-    target, sampling = toy.markov(3, order=2, seed=5), Sampling(temperature)
-    drafter, reasons = ModelDrafter(toy.ToyLM(logits_of, toy.letters(3))), set()
+    target = toy.markov(3, order=2, seed=5)
+    sampling = Sampling(temperature)
+    drafter = ModelDrafter(toy.ToyLM(logits_of, toy.letters(3)))
+    reasons = set()
 
     def program(draws):
         stopping = Stopping(StopRules(4), target.vocab)

@@ -85,7 +85,8 @@ def test_speculative_equals_plain_and_rounds_account_for_every_token(
 
 def test_a_perfect_drafter_commits_k_plus_1_and_processes_no_token_twice():
     """After full acceptance, the draft model lacks the last draft token and the bonus, else one."""
-    draft, fed = toy.cyclic(7), []
+    draft = toy.cyclic(7)
+    fed = []
     forward = draft.forward
     draft.forward = lambda ids, n_logits=None: fed.append(len(ids)) or forward(ids, n_logits)
     made = generate(toy.cyclic(7), [0], drafter=ModelDrafter(draft), k=3, max_new_tokens=12)
@@ -133,7 +134,8 @@ def test_each_draft_token_depends_on_the_earlier_ones():
     def first_round(drafter):
         return generate(toy.cyclic(7), [0, 1], drafter=drafter, k=4, max_new_tokens=20).rounds[0]
 
-    right, wrong = first_round(ModelDrafter(toy.cyclic(7))), first_round(SameInput(toy.cyclic(7)))
+    right = first_round(ModelDrafter(toy.cyclic(7)))
+    wrong = first_round(SameInput(toy.cyclic(7)))
     assert right.draft_ids == (2, 3, 4, 5) and right.n_accepted == 4
     assert wrong.draft_ids == (2, 2, 2, 2) and wrong.n_accepted == 1
 
@@ -178,7 +180,8 @@ def test_nonfinite_logits_stop_the_run_and_report_their_position(bad, temperatur
 @HOT
 def test_nonfinite_draft_logits_end_drafting_and_do_not_change_the_text(bad, temperature):
     """Draft tokens before the first bad row are verified; dropping them would bias the output."""
-    draft, fed = bad_after(9, bad), []
+    draft = bad_after(9, bad)
+    fed = []
     draft.locate_nonfinite = lambda ids: fed.append(list(ids)) or "layer 7"
     run = partial(generate, toy.cyclic(5), max_new_tokens=20, temperature=temperature, seed=3)
     drafted = partial(run, drafter=ModelDrafter(draft), k=3)

@@ -18,7 +18,8 @@ from tests.measure.recorded import record
 
 
 def check_replay(recording, live, k):
-    replayed, case = fixed_k(recording, k), (live.drafter, len(live.token_ids), k)
+    replayed = fixed_k(recording, k)
+    case = (live.drafter, len(live.token_ids), k)
     counts = len(live.rounds), live.total_draft_tokens, live.accepted_tokens
     assert (replayed.rounds, replayed.drafted, replayed.accepted) == counts, case
     assert replayed.by_width == Counter(r.width for r in live.rounds), case
@@ -39,10 +40,8 @@ def test_greedy_replay_equals_live_decoding_and_has_the_drafted_texts(name, seed
             check_replay(recording, live, k)
             at = 0
             for r in live.rounds:
-                texts, known = (
-                    [target.vocab.piece(i) for i in r.draft_ids],
-                    list(recording.drafts[at][:k]),
-                )
+                texts = [target.vocab.piece(i) for i in r.draft_ids]
+                known = list(recording.drafts[at][:k])
                 assert known == texts[: len(known)] and len(known) >= (
                     r.k if name == "lookup" else r.n_tested
                 )
@@ -96,10 +95,8 @@ def test_planted_off_by_one_errors_are_detected():
 @pytest.mark.model
 def test_greedy_replay_equals_live_decoding_on_the_real_model(opened):
     """Also for a 4-bit draft model, if its passes over 1 and 2 tokens are bit-identical."""
-    target, prompt = (
-        opened("smollm2-135m?backend=hf&dtype=float32"),
-        "def f(x):\n    return x\n\ndef g(x):\n",
-    )
+    target = opened("smollm2-135m?backend=hf&dtype=float32")
+    prompt = "def f(x):\n    return x\n\ndef g(x):\n"
     drafters = [LookupDrafter(), ModelDrafter(opened("smollm2-135m:q4_0?exact=true"))]
     ((_, recordings),) = record(target, drafters, [prompt], max_new_tokens=10)
     for recording, drafter in zip(recordings, drafters, strict=True):
@@ -111,7 +108,9 @@ def test_greedy_replay_equals_live_decoding_on_the_real_model(opened):
 @pytest.mark.parametrize("seed", range(12))
 def test_a_replayed_router_has_the_rounds_of_a_live_one_on_the_same_clock(seed):
     """Arms: lookup, and a draft model of constant confidence. Estimates carry over to text 2."""
-    now, k_max, draft_s = [0.0], 6, (0.05, 0.3, 0.8)[seed % 3]
+    now = [0.0]
+    k_max = 6
+    draft_s = (0.05, 0.3, 0.8)[seed % 3]
     curve = CostCurve(
         model="toy", context=0, widths=(1, k_max + 1), samples_s=((1.0,), (1.0 + seed % 4 / 2,))
     )

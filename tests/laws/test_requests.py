@@ -24,8 +24,10 @@ from tests.laws.trees import Trees
 from tests.tiny_models import VOCAB, hf_model, llama_gguf
 
 N_CTX, SHORT = 64, 40
-COST, K_MAX = Cost.straight("a machine", 1.5, 0.2), 8
-WARM, GROWTH = 500, 16 << 20
+COST = Cost.straight("a machine", 1.5, 0.2)
+K_MAX = 8
+WARM = 500
+GROWTH = 16 << 20
 """Requests that warm up torch's kernels, and bytes that the remaining requests may add."""
 
 
@@ -43,10 +45,8 @@ def models(family, folder):
             )
         return hf_model(family, seed=seed, n_ctx=n_ctx)
 
-    target, drafters = (
-        opened(0),
-        [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))],
-    )
+    target = opened(0)
+    drafters = [LookupDrafter(), ModelDrafter(opened(0, SHORT)), ModelDrafter(opened(1))]
     if isinstance(target, TreeModel) and target.caps.trees:
         drafters.append(Trees(7, VOCAB))
     return target, opened(0), drafters
@@ -79,7 +79,10 @@ def test_every_request_is_answered_as_by_plain_decoding(family, requests, tmp_pa
         ]
         return [[(r.k, r.n_accepted) for r in generation.rounds] for generation in drawn]
 
-    ends, text, at_first, resident = set(), (), fates(), []
+    ends = set()
+    text = ()
+    at_first = fates()
+    resident = []
     for number in range(requests):
         asked = tuple(rng.integers(4, VOCAB, rng.integers(1, 12)).tolist())
         text = (
@@ -96,10 +99,8 @@ def test_every_request_is_answered_as_by_plain_decoding(family, requests, tmp_pa
         k = int(rng.integers(1, K_MAX + 1))
         if rng.random() < 0.5 and not drafter.tree_nodes:
             k = CONTROLLERS[rng.choice([*CONTROLLERS])](COST, k)
-        plain, drafted = (
-            generate(twin, text, **limits),
-            generate(target, text, drafter=drafter, k=k, **limits),
-        )
+        plain = generate(twin, text, **limits)
+        drafted = generate(target, text, drafter=drafter, k=k, **limits)
         request = f"request {number} with {drafter.name}, {k}"
         assert (drafted.token_ids, drafted.stop_reason) == (plain.token_ids, plain.stop_reason), (
             request

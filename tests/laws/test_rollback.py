@@ -166,7 +166,8 @@ def apart(model, plain, text, n_prompt=9):
     if isinstance(model.rollback, FusedReplay):  # pending tokens are processed in the next pass
         for each in (model, plain):
             each.forward([9])
-    found, expected = state_of(model), state_of(plain)
+    found = state_of(model)
+    expected = state_of(plain)
     assert found.keys() == expected.keys()
     found["logits"], expected["logits"] = model.forward([4, 8]), plain.forward([4, 8])
     return {
@@ -197,7 +198,8 @@ def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(fam
 @pytest.mark.parametrize(("family", "way"), some_of(1))
 def test_a_draft_model_rewinds_its_single_steps(family, way, opener):
     """Each round has several passes and one rewind. At the end, one more token is rewound."""
-    model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
+    model = opener(family, way)
+    plain = opener(family, "recompute", n_ctx=500)
     drafts = [[token] for token in IDS[20 : 20 + K]]
     rounds = [step for accepted in (0, 2, K - 1) for step in (*drafts, K - accepted)]
     check_same(
@@ -211,7 +213,8 @@ class Scripted(DrafterBase):
     name = "scripted"
 
     def __init__(self, truth, n_right):
-        self._truth, self._script = truth, cycle(n_right)
+        self._truth = truth
+        self._script = cycle(n_right)
 
     def start(self, tokens):
         self._n_prompt = len(tokens)
@@ -278,7 +281,8 @@ def test_a_hybrid_draft_model_drafts_for_a_hybrid_target(family, way, options, l
 
     If their weights are equal, nearly all draft tokens are accepted.
     """
-    target, draft = opener(family, "auto", n_ctx=256), opener(family, way, n_ctx=400, **options)
+    target = opener(family, "auto", n_ctx=256)
+    draft = opener(family, way, n_ctx=400, **options)
     made = decoded(target, ModelDrafter(draft), tokens=60, k=4)
     assert draft.rollback.cost.recomputed == target.rollback.cost.recomputed == 0
     assert (
@@ -335,7 +339,8 @@ FAULTS += [
 
 @pytest.mark.parametrize(("way", "owner", "name", "fault"), FAULTS)
 def test_a_wrong_state_or_window_is_detected(way, owner, name, fault, monkeypatch):
-    model, plain = opened("qwen3_5_text", way), opened("qwen3_5_text", "recompute")
+    model = opened("qwen3_5_text", way)
+    plain = opened("qwen3_5_text", "recompute")
     monkeypatch.setattr(owner, name, fault)
     text = feed(model, IDS[:9], IDS[20 : 20 + K], K - 2)
     assert apart(model, plain, text)["logits"] > 0.1
@@ -383,7 +388,8 @@ def test_families_without_a_recurrence_reject_replay_and_run_token_by_token(fami
     [("qwen3_5_text", way) for way in STRATEGIES] + [(QWEN, way) for way in STRATEGIES[2:]],
 )
 def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monkeypatch):
-    model, plain = opener(family, way), opener(family, "recompute", n_ctx=500)
+    model = opener(family, way)
+    plain = opener(family, "recompute", n_ctx=500)
     feed(model, IDS[:9], IDS[20:26])
     broken = (
         "take_back" if way in ("replay", "snapshots") else "feed" if way != "fused" else "restore"
@@ -399,10 +405,8 @@ def test_an_interrupted_rollback_leaves_no_wrong_state(family, way, opener, monk
 
 @pytest.mark.parametrize("way", ["replay", "snapshots"])
 def test_recordings_are_bounded_and_any_rollback_to_the_boundary_works(way):
-    model, plain = (
-        opened("qwen3_5_text", way, rollback_depth=4),
-        opened("qwen3_5_text", "recompute"),
-    )
+    model = opened("qwen3_5_text", way, rollback_depth=4)
+    plain = opened("qwen3_5_text", "recompute")
     few = opened("qwen3_5_text", way, rollback_depth=4)
     feed(few, IDS[:9], IDS[9:13])
     cut = ([IDS[20:50]], [[token] for token in IDS[20:50]], [IDS[20:22], IDS[22:50]])
@@ -428,14 +432,16 @@ def test_snapshots_that_do_not_fit_in_memory_are_not_used(monkeypatch):
 
 
 def test_drafts_beyond_the_snapshots_use_the_saved_state(llama):
-    model, plain = llama(QWEN, "snapshots", rollback_depth=3), llama(QWEN, "recompute")
+    model = llama(QWEN, "snapshots", rollback_depth=3)
+    plain = llama(QWEN, "recompute")
     check_same(model, plain, feed(model, IDS[:9], IDS[20:21], 0, IDS[21:30], 8))
     assert model.rollback.cost.recomputed == 0 and model.rollback.cost.n_restored == 1
 
 
 def test_trusting_llama_cpp_about_its_rollback_range_is_detected(llama, files, monkeypatch):
     """For the whole last decode, seq_rm returns True, but the next logits are wrong."""
-    model, plain = llama(QWEN, "snapshots"), llama(QWEN, "recompute")
+    model = llama(QWEN, "snapshots")
+    plain = llama(QWEN, "recompute")
     monkeypatch.setattr(PlaneRecorder, "reach", property(lambda recorder: recorder.depth))
     assert apart(model, plain, feed(model, IDS[:9], IDS[20:24], 4))["logits"] > 0.5
     with pytest.raises(LoadError, match="no exact rollback: snapshots does not restore"):
@@ -446,7 +452,8 @@ def test_trusting_llama_cpp_about_its_rollback_range_is_detected(llama, files, m
 
 def test_saved_states_do_not_outlive_a_reset(llama):
     """In a cleared context, a loaded saved state would silently lack its attention entries."""
-    model, plain = llama(QWEN, "checkpoint"), llama(QWEN, "recompute")
+    model = llama(QWEN, "checkpoint")
+    plain = llama(QWEN, "recompute")
     feed(model, IDS[:9], IDS[9:12])
     check_same(model, plain, feed(model, IDS[30:33], 1))
 

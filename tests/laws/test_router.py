@@ -22,7 +22,9 @@ class Scripted(DrafterBase):
 
     def __init__(self, world, name, right, draft_s, *, copies=False):
         self.name, self.world, self.right, self.draft_s = name, world, right, draft_s
-        self.target, self.copies, self.asked = None if copies else world, copies, 0
+        self.target = None if copies else world
+        self.copies = copies
+        self.asked = 0
 
     def propose(self, tokens, k, picker):
         self.asked += 1
@@ -40,11 +42,9 @@ class World:
 
     def __init__(self, seed, n_tokens, drift):
         self.rng = np.random.default_rng(seed)
-        self.text, self.now, self.pace = (
-            self.rng.integers(0, VOCABULARY, n_tokens + 2 * K_MAX),
-            0.0,
-            1.0,
-        )
+        self.text = self.rng.integers(0, VOCABULARY, n_tokens + 2 * K_MAX)
+        self.now = 0.0
+        self.pace = 1.0
         self.n_tokens, self.drift = n_tokens, drift
         rise = self.rng.uniform(0, 1.2)
         self.verify_s = np.array([0.0, *(STEP_S * (1 + rise * j) for j in range(K_MAX + 1))])
@@ -52,9 +52,11 @@ class World:
     def run(self, router, n_prompt=4):
         """Return the seconds of decoding and of plain decoding after each round, on one clock."""
         tokens = [int(t) for t in self.text[:n_prompt]]
-        view, plain = TokenView(tokens), 0.0
+        view = TokenView(tokens)
+        plain = 0.0
         router.start(view)
-        began, took = self.now, [(0.0, 0.0)]
+        began = self.now
+        took = [(0.0, 0.0)]
         while len(tokens) < self.n_tokens:
             proposal = router.propose(view, K_MAX, Chooser(Sampling()))
             width = len(proposal.ids) + (len(tokens) > n_prompt)
@@ -125,7 +127,8 @@ def breach(seed, *, n_tokens=60, slow_start=False, misjudged=False):
             arm.draft_s /= 5  # T(1) was measured too low
     breaches = []
     for _ in range(2):
-        step_s, before = STEP_S * world.pace, router.ledger.plain_s
+        step_s = STEP_S * world.pace
+        before = router.ledger.plain_s
         spent, plain = world.run(router)
         credit = router.ledger.plain_s - before
         assert credit <= plain[-1] * (1 + 1e-9)
@@ -148,7 +151,8 @@ def test_the_bound_holds_for_any_drafters_and_any_clock(n_runs):
 
 def test_a_ledger_that_ignores_small_losses_is_detected(monkeypatch):
     def book(self, spent_s, plain_s, estimate_s):
-        self.plain_s, self.spent_s = self.plain_s + plain_s, self.spent_s + spent_s
+        self.plain_s = self.plain_s + plain_s
+        self.spent_s = self.spent_s + spent_s
         lost = spent_s - (1 + EPS) * plain_s
         self.held_s = min(
             self.most_s, self.held_s - (lost if lost > STEP_S / 2 else min(lost, 0.0))

@@ -47,7 +47,8 @@ def made(name):
 
 
 def torch_lm(family="llama", attention="sdpa", *, n_ctx=64, dtype=torch.float32):
-    net, own = torch_model(family, max_position_embeddings=n_ctx).to(dtype), attention == "decoder"
+    net = torch_model(family, max_position_embeddings=n_ctx).to(dtype)
+    own = attention == "decoder"
     if not own:
         net.set_attn_implementation(attention)
     return HfModel(
@@ -168,7 +169,8 @@ def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, 
     model = torch_lm(attention="decoder", n_ctx=256, dtype=dtype)
     same = np.testing.assert_array_equal if model.caps.same_bits_up_to else lambda *_: None
     for held, nodes in ((0, 5), (9, 20), (61, 6), (60, 64), (125, 12)):
-        tree, ids = random_tree(nodes, held), IDS[-nodes:]
+        tree = random_tree(nodes, held)
+        ids = IDS[-nodes:]
         rows = in_tree(model, IDS[:held], tree)
         model.keep_path([])
         for leaf in range(nodes):
@@ -336,7 +338,8 @@ BROKEN = {
     ("name", "fault"), [(name, fault) for name, faults in BROKEN.items() for fault in faults]
 )
 def test_a_planted_fault_is_detected_by_the_law_and_by_the_probe(name, fault, monkeypatch):
-    model, tree = made(name), Tree((-1, -1, 0, 1, 1, 4))
+    model = made(name)
+    tree = Tree((-1, -1, 0, 1, 1, 4))
     family, _, attention = name.partition(", ")
     model.reset()
     assert probe.probe_trees(model) == ""

@@ -66,7 +66,9 @@ def test_walking_a_tree_equals_rejecting_its_children_one_by_one(seed):
 # --- typical acceptance: lossy, as documented -----------------------------------------------------
 
 
-SURE, EVEN, SPLIT = [0.9, 0.06, 0.04, 0.0], [0.25] * 4, [0.2, 0.5, 0.3, 0.0]
+SURE = [0.9, 0.06, 0.04, 0.0]
+EVEN = [0.25] * 4
+SPLIT = [0.2, 0.5, 0.3, 0.0]
 FLAT = [1 / 16] * 16
 
 
@@ -212,7 +214,8 @@ def test_a_controller_for_chains_rejects_trees():
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_nonfinite_logits_in_a_tree_stop_the_run_with_their_position(temperature):
     """The third node, second on its path, has NaN logits: two tokens after the prompt."""
-    fed, rows = [], toy.cyclic(5)._logits_of
+    fed = []
+    rows = toy.cyclic(5)._logits_of
     target = toy.ToyLM(
         lambda prefix: rows(prefix) * (np.nan if prefix == (0, 1, 2) else 1), toy.letters(5)
     )

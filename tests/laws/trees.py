@@ -34,7 +34,8 @@ class Trees(DrafterBase):
 
     def propose(self, tokens, k, picker):
         draws = np.random.default_rng([self._seed, *tokens])
-        parents, used = [], {COMMITTED: draws.permutation(self._vocab).tolist()}
+        parents = []
+        used = {COMMITTED: draws.permutation(self._vocab).tolist()}
         ids = []
         for node in range(min(k, self.tree_nodes)):
             free = [parent for parent in range(-1, node) if used[parent]]

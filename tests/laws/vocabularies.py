@@ -13,7 +13,8 @@ class SpellingLM(toy.ToyLM):
     """A toy model that tokenizes by longest match: appended text can change the last token."""
 
     def encode(self, text, *, special=True):
-        raw, ids = text.encode(), []
+        raw = text.encode()
+        ids = []
         known = {
             p: i
             for i, p in reversed(list(enumerate(self.vocab.pieces)))

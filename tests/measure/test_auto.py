@@ -41,7 +41,8 @@ def test_a_torch_target_drafts_with_its_own_blocks_and_other_targets_raise_error
 
 
 def test_an_unused_draft_model_does_not_process_the_prompt():
-    draft, seconds = toy.cyclic(5), count()
+    draft = toy.cyclic(5)
+    seconds = count()
     arms = [Arm(SuffixDrafter(), 4), Arm(ModelDrafter(draft), 4, draft_s=100.0)]
     router = Router(arms, [0.0, 1.0, 1.1, 1.2, 1.3, 1.4], clock=lambda: float(next(seconds)))
     draft.forward = lambda *_, **__: pytest.fail("it was read")

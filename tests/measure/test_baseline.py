@@ -74,8 +74,12 @@ def timed(monkeypatch):
 
     def model(engine, seconds):
         made = timed_model(now)
-        made.base, made.slope, made.cold, made.close = seconds, 0.0, 0.0, Mock()
-        made.name, made.caps = "m.gguf?backend=hf", replace(made.caps, engine=engine, dtype="x")
+        made.base = seconds
+        made.slope = 0.0
+        made.cold = 0.0
+        made.close = Mock()
+        made.name = "m.gguf?backend=hf"
+        made.caps = replace(made.caps, engine=engine, dtype="x")
         return made
 
     def make(rival_s):

@@ -53,7 +53,9 @@ def near(gap, noise, at=4, *, float32=False):
 
 
 PROMPT = (0, 0)
-PLAIN, OTHER = (1, 1, 2, 1), (1, 1, 3, 1)  # diverge at position 2, after 4 tokens
+# diverge at position 2, after 4 tokens
+PLAIN = (1, 1, 2, 1)
+OTHER = (1, 1, 3, 1)
 
 
 @pytest.mark.parametrize(

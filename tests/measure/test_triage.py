@@ -139,7 +139,8 @@ def test_texts_of_different_content_are_not_compared_by_position(target, truth):
 
 def test_a_text_that_diverges_from_plain_decoding_points_to_the_faulty_side(target, truth):
     perfect = planted(target, truth, lambda ids, tokens: ids, n=120)
-    hard, tie = TextFork(**FORK, near_tie=False), FORK | {"near_tie": True}
+    hard = TextFork(**FORK, near_tie=False)
+    tie = FORK | {"near_tie": True}
     assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])
     poor = run(target, OracleDrafter(truth, 0.5, vocab_size=SIZE))
     for drafted in (poor, as_lookup(poor)):

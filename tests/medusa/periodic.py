@@ -85,7 +85,8 @@ def random_heads(
     **changed: object,
 ) -> Heads:
     """Return heads with normally distributed weights; each predicts different tokens."""
-    heads, draw = new_heads(target, token_map, **changed), torch.Generator().manual_seed(seed)
+    heads = new_heads(target, token_map, **changed)
+    draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in heads.parameters():
             weight.normal_(0, spread, generator=draw)

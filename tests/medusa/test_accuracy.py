@@ -74,10 +74,8 @@ def test_every_round_accepts_the_drafts_that_are_right_offline(
 ):
     heads = periodic.random_heads(tiny, token_map, spread=0.2, seed=seed, kind=kind, input=contract)
     prompt = [3 + seed % 50, 7, 3 + seed % 7]
-    plain, chain = (
-        greedy(tiny, prompt),
-        greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k),
-    )
+    plain = greedy(tiny, prompt)
+    chain = greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
     assert plain.token_ids == chain.token_ids
     rounds, differ = compare_rounds(chain, score(heads, states_along(tiny, plain)))
     assert differ == 0 and rounds == sum(r.k > 0 for r in chain.rounds)
@@ -86,7 +84,8 @@ def test_every_round_accepts_the_drafts_that_are_right_offline(
 @pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])
 def test_the_interval_of_a_share_covers_it_even_if_all_or_none_are_hits(share, trials):
     """Shares of five prompts vary around their mean. A percentile bootstrap covers 40 to 85 %."""
-    rng, held = np.random.default_rng(3), 0
+    rng = np.random.default_rng(3)
+    held = 0
     for _ in range(500):
         n = np.maximum(1, rng.poisson(trials, 5))
         hits = rng.binomial(n, rng.beta(9 * share, 9 * (1 - share), 5))

@@ -21,7 +21,8 @@ from tests.medusa.periodic import random_heads
 from tests.tiny_models import VOCAB, WIDTH, torch_model
 
 MAP = torch.arange(0, VOCAB, 3)
-HIDDEN, IDS = torch.linspace(-2, 2, WIDTH)[None], torch.tensor([[3, 4, 5]])
+HIDDEN = torch.linspace(-2, 2, WIDTH)[None]
+IDS = torch.tensor([[3, 4, 5]])
 PRIVATE = {"lm_head": "private"}
 BLOCK = "heads.1.blocks.0.linear."
 
@@ -40,7 +41,8 @@ def backbone(net) -> Backbone:
 
 
 def same_state(heads: Heads, other: Heads) -> bool:
-    a, b = heads.state_dict(), other.state_dict()
+    a = heads.state_dict()
+    b = other.state_dict()
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

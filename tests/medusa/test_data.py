@@ -15,7 +15,8 @@ from specnb.medusa import data
 from specnb.medusa.data import Writing
 from tests.tiny_models import torch_model
 
-END, ROLE = 2, {"user": 3, "assistant": 4}
+END = 2
+ROLE = {"user": 3, "assistant": 4}
 TEMPLATE = (
     "{% for m in messages %}{{ '\x10' if m.role == 'user' else '\x11' }}"
     "{{ m.content }}\x12{% endfor %}"

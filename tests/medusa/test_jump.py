@@ -103,7 +103,9 @@ def test_a_tree_node_equals_the_draft_of_a_chain_after_its_path(target, config):
 
 
 def test_states_are_those_of_the_accepted_nodes_of_a_tree(target):
-    ids, kept, watched = [5, 9, 7, 4, 8, 6], [0, 2, 5], target.watch_layers((0, 1))
+    ids = [5, 9, 7, 4, 8, 6]
+    kept = [0, 2, 5]
+    watched = target.watch_layers((0, 1))
     tree = Tree((-1, 0, 0, 1, 1, 2))
     target.reset()
     target.forward([3, 10])
@@ -185,10 +187,12 @@ def test_the_fitted_maps_give_the_layers_input(target):
     """With fewer positions than unknowns the error is near 0, unless the damping is large."""
     net = new_net(target, CONFIGS["jump"])
     few = torch.randint(3, VOCAB, (2, 16), generator=torch.Generator().manual_seed(0))
-    states, left = states_of(target, net, few[0])[0], []
+    states = states_of(target, net, few[0])[0]
+    left = []
     for damping in (1e-6, 1e3):
         fit_maps(net, few, damping=damping)
-        said, entered = net.first_input(states[SINK:-1], few[0, SINK + 1 :]), states[SINK + 1 :, 0]
+        said = net.first_input(states[SINK:-1], few[0, SINK + 1 :])
+        entered = states[SINK + 1 :, 0]
         left.append((said - entered).square().sum() / entered.square().sum())
     assert left[0] < 0.01 < left[1]
 

@@ -79,10 +79,9 @@ def train(heads, text, folder, recipe=RECIPE, **changed):
 
 def test_a_larger_rate_on_embeddings_equals_larger_embeddings(circles, walk, text, tmp_path):
     """W e at 8 times the rate equals V (8 e): AdamW's steps ignore the size of gradients."""
-    factor, unclipped = (
-        8.0,
-        replace(RECIPE, clip=1e9),
-    )  # clipping does depend on it: V's gradients are larger
+    # clipping does depend on it: V's gradients are larger
+    factor = 8.0
+    unclipped = replace(RECIPE, clip=1e9)
     faster, larger, plain = (periodic.new_heads(circles, kind="hydra") for _ in range(3))
     larger.embeddings = factor * larger.embeddings
     for name, heads, rate in (
@@ -153,7 +152,8 @@ def test_the_learning_rate_never_falls_to_zero(preset):
 def test_soft_targets_are_the_backbones_rows(circles, walk):
     """A head with the backbone's logits of the later state has no soft loss; other heads do."""
     batch = walk.spread(16)
-    heads, soft = periodic.new_heads(circles), replace(RECIPE, teacher=1.0)
+    heads = periodic.new_heads(circles)
+    soft = replace(RECIPE, teacher=1.0)
     with torch.no_grad():
         right = [
             objective(

@@ -83,7 +83,8 @@ def texts() -> dict[str, int]:
 
 @pytest.mark.parametrize(("name", "count"), [("tokens", rooms), ("texts", texts)])
 def test_each_room_has_at_most_as_many_tokens_as_its_ceiling_and_not_many_fewer(name, count):
-    ceilings, sizes = NUMBERS[name], count()
+    ceilings = NUMBERS[name]
+    sizes = count()
     assert sizes.keys() == ceilings.keys()
     off = {
         room: (n, ceilings[room])

@@ -22,7 +22,8 @@ from specnb.machine import (
 )
 from specnb.measure import cost
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 
 
 @pytest.fixture
@@ -188,7 +189,8 @@ def caps(threads) -> Capabilities:
 def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_passes_are_slow(
     clock, threads, others, slow, is_busy
 ):
-    clock.others, neighbours = others, Neighbours()
+    clock.others = others
+    neighbours = Neighbours()
     clock.run(machine.LOOK_S / 2)  # too short for the processor's clock
     assert neighbours.contention(caps(threads), [])[:2] == (False, None)
     clock.run(10)

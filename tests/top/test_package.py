@@ -90,7 +90,8 @@ def test_a_missing_extra_raises_an_error_with_the_pip_command(monkeypatch):
 
 @pytest.mark.slow
 def test_a_wheel_works_outside_the_checkout(tmp_path, monkeypatch):
-    pip, site = (sys.executable, "-m", "pip"), str(tmp_path / "site")
+    pip = (sys.executable, "-m", "pip")
+    site = str(tmp_path / "site")
     run(*pip, "wheel", "--no-deps", "-w", str(tmp_path), ".")
     run(*pip, "install", "--no-deps", "--target", site, *map(str, tmp_path.glob("*.whl")))
     monkeypatch.setenv("PYTHONPATH", site)

@@ -76,10 +76,8 @@ def test_an_invalid_prompt_is_refused_with_file_line_and_value(write):
 @given(st.text(st.characters(exclude_categories=["Cs"])).filter(str.strip))
 def test_texts_and_their_order_are_unchanged_with_any_line_separator(tmp_path_factory, text):
     """Byte order mark, CRLF and blank lines are ignored; Unicode line separators end no line."""
-    path, chat = (
-        tmp_path_factory.getbasetemp() / "any.jsonl",
-        dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"},
-    )
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    chat = dialogue(SYSTEM, USER) | {"id": "a", "category": "chat"}
     first = json.dumps(record(id="b", text=f"\u2028{text}"), ensure_ascii=False).encode()
     path.write_bytes(b"\xef\xbb\xbf" + first + b"\r\n\r\n  \r\n" + json.dumps(chat).encode())
     read = read_jsonl(path)
@@ -116,11 +114,13 @@ def test_benchmark_files_are_read_with_any_category_and_only_their_first_turn(wr
 
 
 def test_the_digest_depends_on_content_and_order_but_not_on_layout(write):
-    one, two = record(id="a", text="é"), dialogue(USER) | {"id": "b"}
+    one = record(id="a", text="é")
+    two = dialogue(USER) | {"id": "b"}
     turned = json.dumps(
         dict(reversed(one.items())), ensure_ascii=False, separators=(" ,", " : ")
     ).encode()
-    there, again = read_jsonl(write(one, two)), read_jsonl(write(turned, b"", two))
+    there = read_jsonl(write(one, two))
+    again = read_jsonl(write(turned, b"", two))
     assert digest_prompts(there) == digest_prompts(again)
     assert len({digest_prompts(each) for each in (there, there[::-1], there[:1])}) == 3
 

@@ -193,7 +193,8 @@ def heads() -> str:
     rows = {
         row["kind"]: row for row in measurements("05_speed")["speeds"] if row["category"] == "all"
     }
-    hydra, medusa = rows["hydra"], rows["medusa"]
+    hydra = rows["hydra"]
+    medusa = rows["medusa"]
     over = [
         f"{row['over_fastest']:.2f} ({row['over_fastest_low']:.2f}-{row['over_fastest_high']:.2f})"
         for row in (hydra, medusa)

@@ -22,7 +22,8 @@ WHEN = datetime(2026, 11, 21, 12, 0, 0, 123456, tzinfo=UTC)
 
 def round_of(index=0, draft=(5, 6), committed=(5, 9), n_accepted=1) -> Round:
     times = {"draft_s": 0.1, "verify_s": 1 / 3, "rewind_s": 0.0, "other_s": 1e-9, "forward_s": 0.3}
-    accept_prob, width = (1.0, 0.1 + 0.2)[: len(draft)], len(draft) + 1
+    accept_prob = (1.0, 0.1 + 0.2)[: len(draft)]
+    width = len(draft) + 1
     return Round(index, len(draft), n_accepted, draft, committed, accept_prob, **times, width=width)
 
 

@@ -121,7 +121,8 @@ def command(
             f"--steps {steps} needs --stage target, draft or distil: each has its own number"
         )
     _check_device(device)
-    work, out = work or default_work(), out or embedded_root()
+    work = work or default_work()
+    out = out or embedded_root()
     for each in list(Stage)[1:] if stage is Stage.ALL else [stage]:
         trains = each in (Stage.TARGET, Stage.DRAFT, Stage.DISTIL)
         training = recipe(preset, each, steps=steps, seed=seed, bf16=bf16) if trains else None

@@ -139,7 +139,8 @@ def installed(packages: Iterable[str] = LICENCES) -> list[Package]:
     sources = []
     for package in sorted(packages):
         if package == STDLIB:
-            root, version = Path(sysconfig.get_path("stdlib")), platform.python_version()
+            root = Path(sysconfig.get_path("stdlib"))
+            version = platform.python_version()
             files = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
         else:
             try:

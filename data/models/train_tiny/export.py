@@ -44,7 +44,8 @@ def export(work: Path, out: Path) -> dict[str, Any]:
     The draft is the distilled one, or before there is one the one trained on plain text. InputError
     if a stage is missing.
     """
-    data, stages = open_data(work / "data"), _stages(work)
+    data = open_data(work / "data")
+    stages = _stages(work)
     last = "distil" if "distil" in stages else "draft"
     write_model(trained(work / "target"), data, out / shapes.TARGET, log=_log(stages, "target"))
     write_model(trained(work / last), data, out / shapes.DRAFT, log=_log(stages, "draft", "distil"))
@@ -209,7 +210,8 @@ def greedy(model: PreTrainedModel, prompt: np.ndarray, n_new: int) -> np.ndarray
     kept, last, past = ids, ids, None
     for _ in range(n_new):
         answer = model(last, past_key_values=past, use_cache=True)
-        past, last = answer.past_key_values, answer.logits[:, -1:].argmax(-1)
+        past = answer.past_key_values
+        last = answer.logits[:, -1:].argmax(-1)
         kept = torch.cat([kept, last], dim=1)
     return kept[0].cpu().numpy()
 

@@ -79,7 +79,8 @@ def train(
     optimizer = _optimizer(model, recipe)
     corpus = data.facts["digest"]
     step, log = _resume(folder, recipe, corpus, model, optimizer)
-    since, losses = time.perf_counter(), []
+    since = time.perf_counter()
+    losses = []
     while step < recipe.steps:
         windows = _windows(data.train, recipe, step, device)
         loss = _loss(model, teacher, windows, recipe, step)
@@ -105,7 +106,8 @@ def train(
                 model,
                 optimizer,
             )
-            since, losses = time.perf_counter(), []
+            since = time.perf_counter()
+            losses = []
     return model.eval()
 
 
@@ -255,7 +257,8 @@ def _resume(
     saved = read_checkpoint(folder)
     if saved is None:
         return 0, []
-    before, step = Recipe(**saved["recipe"]), saved["step"]
+    before = Recipe(**saved["recipe"])
+    step = saved["step"]
     if replace(before, steps=recipe.steps) != recipe:
         raise InputError(
             f"{folder} holds a run with another recipe ({before}), asked is {recipe}: "

@@ -75,7 +75,8 @@ class TraceBuilder:
         """Rows of PARAM_COLUMNS."""
         self._arrays = {}
         """By digest."""
-        self._calls, self._order = Counter(), 0
+        self._calls = Counter()
+        self._order = 0
 
     def paused(self) -> AbstractContextManager[None]:
         """Record nothing inside the block, for example while a model with shared modules runs."""
@@ -200,7 +201,8 @@ def capture(
                 f"{compiled} is compiled and bypasses hooks: "
                 "run it eagerly (no torch.compile, no CUDA graphs; vLLM: enforce_eager=True)"
             )
-    builder, models = TraceBuilder(model, states=states), {OWN: model, **(known or {})}
+    builder = TraceBuilder(model, states=states)
+    models = {OWN: model, **(known or {})}
     parameters = AtUse(models, builder.use, builder.running) if at_use else nullcontext()
     try:
         with (

@@ -108,7 +108,8 @@ def read_foreign_choice(fault: PlantedFault) -> Planting:
 
     def chosen(out: Any, left: Any, positions: Tensor) -> Any:
         of_target = next(part for part in left if not part.is_floating_point()) % n_experts
-        rows, k = min(len(out[0]), len(of_target)), of_target.shape[-1]
+        rows = min(len(out[0]), len(of_target))
+        k = of_target.shape[-1]
         fault.struck.append(positions[0].item())
         new = [part.clone() for part in out]
         for part in new:
@@ -126,7 +127,8 @@ def _left_behind(fault: PlantedFault, read: Callable[..., Any]) -> Iterator[None
     `left` is the target's last output. `positions` `(tokens,)` are those of the last call of the
     draft's rotary embedding.
     """
-    left, positions = [], torch.empty(0)
+    left = []
+    positions = torch.empty(0)
 
     def note_positions(rotary: Module, args: tuple, kwargs: dict) -> None:
         nonlocal positions
@@ -192,7 +194,8 @@ def _attend(attention: Module, tamper: Tamper, original: Any, *args: Any, **kwar
 
     def tampered(keys: Tensor, values: Tensor, layer: int, *more, **options) -> Rows:
         rows = update(keys, values, layer, *more, **options)
-        end, n_rows = cache.get_seq_length(layer), rows[0].shape[-2]
+        end = cache.get_seq_length(layer)
+        n_rows = rows[0].shape[-2]
         # In place: a growing cache returns the tensors that it stores, so the fault persists.
         with torch.no_grad():
             tamper(rows, end - n_rows, end - keys.shape[-2], end)

@@ -79,10 +79,8 @@ class Fault:
         path, module = part_of(draft, self.part, layer)
         other = part_of(target, self.part, layer)[1] if self.beside and target is not None else None
         alone = self.beside and other is None
-        first, note = (
-            None if alone or self.cause == "PRECISION_ONLY" else path,
-            self.says.format(**options),
-        )
+        first = None if alone or self.cause == "PRECISION_ONLY" else path
+        note = self.says.format(**options)
         tokens = ((options.get("start", 0), None),)
         planted = PlantedFault(draft, target, layer, module, other, self.cause, first, note, tokens)
         with nullcontext() if alone else self.transform(planted, **options):

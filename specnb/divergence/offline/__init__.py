@@ -141,8 +141,10 @@ def compare_traces(
     for a sound run of another text or of fewer positions.
     """
     # 1. Align both traces along their text.
-    a, b = _aligned(reference, "reference", rename), _aligned(candidate, "candidate", rename)
-    names, others = {*a.names.values()}, {*b.names.values()}
+    a = _aligned(reference, "reference", rename)
+    b = _aligned(candidate, "candidate", rename)
+    names = {*a.names.values()}
+    others = {*b.names.values()}
     if not names & others:
         seen = f"the reference has e.g. {max(names)!r}, the candidate {max(others)!r}"
         raise InputError(f"the traces share no module: {seen}; align the paths (--rename OLD=NEW)")
@@ -156,7 +158,8 @@ def compare_traces(
                 f"a sound trace has no position {missing[0]}: give runs of the compared text"
             )
     # 3. Which tensors are wrong by themselves? If none is, how far do errors grow?
-    plan, floor = Plan.of(a), walk.floors(difference, runs)
+    plan = Plan.of(a)
+    floor = walk.floors(difference, runs)
     offset = walk.excuse_offset(difference, plan)
     beyond = walk.walk_traces(plan, difference, floor)
     wrong = locate(beyond)
@@ -271,7 +274,8 @@ def _doubts(
             f"from position {flipped[0]} on, another expert was chosen at a tie: "
             "later positions cannot be judged"
         )
-    error, ratio = grown["error"].max(), grown["ratio"].max()
+    error = grown["error"].max()
+    ratio = grown["ratio"].max()
     if ratio > GROWN or error >= LARGE:
         usual = "those of the sound runs" if calibrated else "rounding"
         yield (
@@ -286,7 +290,8 @@ def _doubts(
 
 def _shape(rows: pd.DataFrame) -> str:
     """Describe the errors in the wrong rows of a tensor; "" if they match no known pattern."""
-    error, gain = rows["error"].to_numpy(), rows["gain"].to_numpy()
+    error = rows["error"].to_numpy()
+    gain = rows["gain"].to_numpy()
     if np.isinf(error).any():
         return "NaN, infinities or zeros where the other run has none"
     if rows["discrete"].any():
@@ -306,7 +311,8 @@ def reads(reference: Alignment, candidate: Alignment) -> pd.DataFrame:
     module of the reference read these values, under any name. Empty if one of the traces was
     captured without `at_use`.
     """
-    before, rows = _params(reference), []
+    before = _params(reference)
+    rows = []
     for item in _params(candidate).itertuples():
         of_reference = before[before["module"] == item.module]
         if of_reference.empty:

@@ -105,7 +105,9 @@ class Difference:
     def __init__(self, reference: Alignment, candidate: Alignment) -> None:
         self.reference, self.candidate = reference, candidate
         self.positions, self.fork = compared_positions(reference, candidate)
-        self.errors, self.pairs, self.discrete = {}, {}, set()
+        self.errors = {}
+        self.pairs = {}
+        self.discrete = set()
         self.n_alike = len(self.positions)
         self.left_out, self.reshaped = [], []
         at, in_candidate = (
@@ -114,13 +116,15 @@ class Difference:
         for key in reference.rows:
             if key not in candidate.rows:
                 continue
-            a, b = reference.whole.get(key), candidate.whole.get(key)
+            a = reference.whole.get(key)
+            b = candidate.whole.get(key)
             if a is None or b is None:
                 self.left_out.append(key)
             elif a.features.shape[1] != b.features.shape[1] or a.discrete != b.discrete:
                 self.reshaped.append(key)
             else:
-                x, y = a.features[at], b.features[in_candidate]
+                x = a.features[at]
+                y = b.features[in_candidate]
                 error = (x != y).any(-1).astype(float) if a.discrete else relative_l2(x, y)
                 error[np.isin(at, a.gaps) | np.isin(in_candidate, b.gaps)] = np.nan
                 self.errors[key], self.pairs[key] = error, (x, y)
@@ -190,7 +194,9 @@ class Plan(NamedTuple):
             for row in rows:
                 steps[row.step][key] = row
         # 1. The first row of each key, and the last earlier key with the same bits.
-        first, same_as, with_bits = {}, {}, defaultdict(list)
+        first = {}
+        same_as = {}
+        with_bits = defaultdict(list)
         for step in sorted(steps.values(), key=len, reverse=True):
             start = min(row.order for row in step.values())
             for key, row in sorted(step.items(), key=lambda item: item[1].order):

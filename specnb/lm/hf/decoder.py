@@ -214,7 +214,9 @@ class Decoder:
         self._reserve(n_held + n)
         depths = range(n) if tree is None else tree.depths
         positions = n_held + torch.tensor(depths)
-        cos, sin = self.cos[positions], self.sin[positions]  # (n, 1, d)
+        # (n, 1, d)
+        cos = self.cos[positions]
+        sin = self.sin[positions]
         attend = self._plan_attention(depths, n_held, tree, pad)
         slots = self.cache[:, :, :, n_held : n_held + n].unbind()  # of each layer (2, G, n, d)
         states = []

@@ -115,7 +115,8 @@ def permute_experts(fault: PlantedFault, *, seed: int) -> Planting:
 
 def draw_head(fault: PlantedFault, *, seed: int) -> Planting:
     """Give the output head newly drawn weights; an embedding tied to it keeps its values."""
-    head, draw = fault.module, torch.Generator().manual_seed(seed)
+    head = fault.module
+    draw = torch.Generator().manual_seed(seed)
     std = getattr(fault.draft.config, "initializer_range", 0.02)
     drawn = (std * torch.randn(head.weight.shape, generator=draw)).to(head.weight)
     fresh = nn.Parameter(drawn, requires_grad=False)
@@ -167,10 +168,8 @@ def crop_wrongly(fault: PlantedFault, *, rows: int) -> Planting:
         out = original(**arguments)
         last = getattr(out, "past_key_values", None)
         if last is not None:  # growing caches make new tensors: keeping the old ones costs no copy
-            before, states = (
-                last.get_seq_length(),
-                [(layer.keys, layer.values) for layer in last.layers],
-            )
+            before = last.get_seq_length()
+            states = [(layer.keys, layer.values) for layer in last.layers]
         return out
 
     return replace_forward(model, run)
@@ -181,9 +180,11 @@ def _restore(layer: Any, rows: Rows, before: int, length: int) -> None:
 
     A sliding window must not have dropped them.
     """
-    first, start = before - rows[0].shape[-2], 0
+    first = before - rows[0].shape[-2]
+    start = 0
     if window := getattr(layer, "sliding_window", None):
-        start, layer.cumulative_length = max(0, length - window + 1), length
+        start = max(0, length - window + 1)
+        layer.cumulative_length = length
     layer.keys, layer.values = (values[..., start - first : length - first, :] for values in rows)
 
 
@@ -206,7 +207,8 @@ def positions_fed(arguments: dict[str, Any]) -> Tensor:
     """Return the logical positions (1 or batch, length) of a call, else those after its cache."""
     if arguments.get("position_ids") is not None:
         return arguments["position_ids"]
-    cache, ids = arguments.get("past_key_values"), arguments["input_ids"]
+    cache = arguments.get("past_key_values")
+    ids = arguments["input_ids"]
     past = 0 if cache is None else cache.get_seq_length()
     return torch.arange(past, past + ids.shape[1], device=ids.device)[None]
 

@@ -28,7 +28,9 @@ from tests.benchmarks.divergence_score.faults import FAULTS
 from tests.benchmarks.divergence_score.rows import NOTHING
 from tests.benchmarks.divergence_score.tools import LAB, RULES, differences, pointed
 
-TEXTS, PROMPTS, ROUNDS = (26, 33), (14, 19), (2, 5)
+TEXTS = (26, 33)
+PROMPTS = (14, 19)
+ROUNDS = (2, 5)
 """Half-open ranges of the length of the text, the length of the prompt, and K."""
 BESIDE = "S3"
 """The set-up whose run the other tools get: next to the target, where acceptance was lost."""
@@ -132,7 +134,8 @@ class Subject:
 
 def examined(subject: Subject, case: GridCase) -> list[dict[str, Any]]:
     """Return the rows of one case. Raises InputError for a fault that did not act."""
-    service, started = case.service(), time.perf_counter()
+    service = case.service()
+    started = time.perf_counter()
     found = judge_service(subject.lab, deploy=service)
     seconds = time.perf_counter() - started
     # The first entry: in later set-ups the target may never run.
@@ -201,7 +204,8 @@ def _layers(fault: str, layers: Sequence[int]) -> tuple[int | None, ...]:
 
 def _options(fault: str, script: Script, rng: np.random.Generator) -> dict[str, Any]:
     """Draw where a fault acts. Both swapped slots are in the prompt: one pass must write them."""
-    prompt, n_tokens = len(script.feeds[0].ids), len(script.text)
+    prompt = len(script.feeds[0].ids)
+    n_tokens = len(script.text)
     a = int(rng.integers(1, prompt - 4))
     drawn = {
         "stale_row": {"token": int(rng.integers(2, n_tokens))},

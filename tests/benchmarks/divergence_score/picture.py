@@ -16,7 +16,8 @@ from specnb.records import RunRecord
 from specnb.store import save
 from tests.benchmarks.divergence_score.tools import LAB
 
-NAME, SCORE = "divergence_score", project_dir() / "data" / "divergence" / "score.json"
+NAME = "divergence_score"
+SCORE = project_dir() / "data" / "divergence" / "score.json"
 
 
 def score_figure(document: dict) -> go.Figure:
@@ -38,7 +39,8 @@ def score_figure(document: dict) -> go.Figure:
         template=template(),
         title="How often each tool, at its best, names the right module",
     )
-    above, below = table["module_high"] - table["module"], table["module"] - table["module_low"]
+    above = table["module_high"] - table["module"]
+    below = table["module"] - table["module_low"]
     figure.data[0].update(
         error_x_array=above,
         error_x_arrayminus=below,
@@ -55,7 +57,8 @@ def score_figure(document: dict) -> go.Figure:
 
 if __name__ == "__main__":
     document = read_json(SCORE)
-    ran, provenance = document["facts"]["ran"], document["facts"]["provenance"]
+    ran = document["facts"]["ran"]
+    provenance = document["facts"]["provenance"]
     when = datetime.fromisoformat(provenance["utc"])
     record = RunRecord(
         run_id="score", experiment=NAME, params=ran, provenance=provenance, started=when, ended=when

@@ -37,10 +37,8 @@ ranked)."""
 
 def changed(rows: pd.DataFrame, stored: pd.DataFrame, tool: str = "lab") -> pd.DataFrame:
     """Return runs of `rows` in which a tool named something else than in `stored`, with both."""
-    run, named = (
-        ["kind", "name", "layer", "dtype", "seed"],
-        ["verdict", "module", "position", "cause", "rank"],
-    )
+    run = ["kind", "name", "layer", "dtype", "seed"]
+    named = ["verdict", "module", "position", "cause", "rank"]
     now, before = (table[table["tool"] == tool].set_index(run)[named] for table in (rows, stored))
     both = now.join(before, rsuffix=" before", how="left")
     return both[(now != before.reindex(now.index)).any(axis=1)]
@@ -92,7 +90,8 @@ def alarms(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     Columns: controls, alarms, alarm (share), alarm_low, alarm_high, and same_bits: how many more
     controls changed no bit, so that no tool could be wrong about them.
     """
-    controls, run = rows[rows["kind"] == "control"], ["name", "layer", "dtype", "seed"]
+    controls = rows[rows["kind"] == "control"]
+    run = ["name", "layer", "dtype", "seed"]
     same = controls.loc[controls["verdict"] == "SOUND", run].drop_duplicates().assign(same=True)
     controls = controls.merge(same, on=run, how="left")
     found = []

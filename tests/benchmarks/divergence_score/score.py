@@ -153,7 +153,8 @@ def _run(
 
 def measured(part: Part, note: Callable[[str], None] = lambda _: None) -> pd.DataFrame:
     """Return all rows of a part."""
-    subject, collected = Subject(part.dtype, part.seed), []
+    subject = Subject(part.dtype, part.seed)
+    collected = []
     lab = subject.lab
     for case in cases(lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
         note(case.says)

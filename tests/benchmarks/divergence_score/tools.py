@@ -65,7 +65,8 @@ def _measured(
     ours: np.ndarray, theirs: np.ndarray, positions: np.ndarray, dtype: str
 ) -> tuple[float, ...]:
     std = ours.std()
-    moved, spread = _relative(theirs.mean() - ours.mean(), std), _relative(theirs.std() - std, std)
+    moved = _relative(theirs.mean() - ours.mean(), std)
+    spread = _relative(theirs.std() - std, std)
     norms = np.linalg.norm(ours) * np.linalg.norm(theirs)
     cosine = float((ours * theirs).sum() / norms) if norms else float(np.array_equal(ours, theirs))
     same = (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
