@@ -37,13 +37,11 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIXES = ("svg", "png", "pdf", "html")
 GALLERY = """# Figures
 
-Made by `specnb publish` from the json file beside each figure. \
-That file holds the run, its parameters, its machine
-and its data; [`records`](records) holds the runs without their rounds. \
-Results that are not figures are in
-[`tests/benchmarks`](../tests/benchmarks/README.md). \
-[`explorer.html`](explorer.html) is the explorer of notebook 09 as
-one file that needs no kernel. What published notes claim, and what was found, stands at the end.
+`specnb publish` makes each figure from the JSON file of the same name, which has the run, its
+parameters, its machine and its data. [`records`](records) has the runs without their rounds. Other
+results are in [`tests/benchmarks`](../tests/benchmarks/README.md). [`explorer.html`](explorer.html)
+is the explorer of notebook 09 as one file that needs no kernel. The claims of published notes, and
+what was found, are at the end.
 """
 PAGE = """<!DOCTYPE html>
 <html lang="en">
