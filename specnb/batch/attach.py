@@ -408,5 +408,6 @@ def compare_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding:
                 "builds",
                 "cost",
                 f"{way} replies are equal, at {ratio.value:.2f} times the speed ({ends})",
+                "a busy machine has the same effect: measure both builds again, in turn",
             )
     return Finding("builds", "nothing", f"{len(both)} replies are equal")

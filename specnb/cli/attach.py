@@ -45,7 +45,8 @@ def attach(
 
     if compare:
         change = servers.compare_builds(*map(read_json, compare))
-        print_result(as_json, change._asdict(), f"{change.verdict}: {change.evidence}")
+        advice = f"; {change.remedy}" if change.remedy else ""
+        print_result(as_json, change._asdict(), f"{change.verdict}: {change.evidence}{advice}")
         raise Exit(servers.EXIT_CODES[change.verdict])
     if not url:
         raise InputError(

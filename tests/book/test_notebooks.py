@@ -1,4 +1,4 @@
-"""Three notebooks on small models, so that every cell runs every day; the stored ones run slowly."""
+"""Three notebooks on small models: every cell runs every day, the stored run only with `slow`."""
 
 from pathlib import Path
 
