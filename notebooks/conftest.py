@@ -1,11 +1,11 @@
-"""Notebooks as tests: five every day, the others with the slow tests."""
+"""Notebooks as tests: four every day, the others with the slow tests."""
 
 import os
 import tempfile
 
 import pytest
 
-QUICK = ("00_start_here", "01_k_sweep", "03_compatibility", "06_divergence", "08_lossless")
+QUICK = ("00_start_here", "03_compatibility", "06_divergence", "08_lossless")
 
 
 def pytest_configure(config: pytest.Config) -> None:
