@@ -14,7 +14,7 @@ from specnb.errors import MissingExtraError, importing
 from tests.top.test_house import ROOT, SOURCES
 
 TREES = {str(path.relative_to(ROOT)): tree for path, tree in SOURCES.items()}
-LONGEST = 520
+LONGEST = 640
 
 
 def run(*command, cwd=ROOT):
