@@ -91,13 +91,13 @@ class Baseline(BaseModel, frozen=True):
 
         Then `over_fastest` compares different states of the machine.
         """
-        change = (self.live_tokens_per_s or self.plain_tokens_per_s) / self.plain_tokens_per_s - 1
+        live = self.live_tokens_per_s or self.plain_tokens_per_s
+        change = round(live, 1) / round(self.plain_tokens_per_s, 1) - 1  # of the printed speeds
         if abs(change) <= AGREES:
             return ""
-        during = f"In plain runs of the experiment ({self.live_tokens_per_s:.1f} tokens/s)"
         return (
-            f"{during}, it was {abs(change):.0%} {'faster' if change > 0 else 'slower'}: "
-            "over_fastest is uncertain by as much."
+            f"In plain runs of the experiment ({live:.1f} tokens/s), it was {abs(change):.0%} "
+            f"{'faster' if change > 0 else 'slower'}: over_fastest is uncertain by as much."
         )
 
 
