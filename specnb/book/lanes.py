@@ -41,7 +41,14 @@ rect { fill: #fff; } .bar { fill: #0072b2; }
 """
 
 
-def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
+class Lanes(SVG):
+    """An SVG; its `alt` replaces it where it cannot be shown."""
+
+    def __repr__(self) -> str:
+        return (self.metadata or {})["alt"]
+
+
+def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> Lanes:
     """Publish a record's first two generations, plain and speculative, as `NAME.svg`; return it.
 
     It ends with the speedup on this prompt, and over all of the record.
@@ -67,7 +74,8 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
         parts.append(f'<rect class="bar" x="{LEFT}" y="{top + 36}" height="4" {grows}/>')
         top += 70 + LINE * len(lines)
     wait = f'style="animation-delay:{longest_s:.2f}s"'
-    for line in _ending(record):
+    ending = _ending(record)
+    for line in ending:
         top += 24
         parts.append(f'<text class="end" x="{LEFT}" y="{top}" {wait}>{escape(line)}</text>')
     size = f'width="{WIDTH}" height="{top + 20}" viewBox="0 0 {WIDTH} {top + 20}"'
@@ -80,7 +88,7 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> SVG:
     publish_svg(
         svg, name, "One prompt, plainly and with drafts, at the speed that was measured", record
     )
-    return SVG(svg)
+    return Lanes(svg, metadata={"alt": " ".join(ending)})
 
 
 def _lines(generation: Generation, vocab: Vocabulary) -> Iterator[list[str]]:
@@ -121,13 +129,13 @@ def _ending(record: RunRecord) -> list[str]:
         else ""
     )
     fastest = baseline(record)
-    name = f"{fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s"
     quick = f" {QUICK.capitalize()}." if is_quick(record) else ""
     return [
         f"This prompt{best}: {first:.2f} times as fast as plain decoding in the same engine.",
         f"All prompts ({n}): {whole:.2f} times{identical}.",
         (
-            f"Over the fastest plain decoding of the same weights ({name}): "
+            "Over the fastest plain decoding of the same weights "
+            f"({fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s): "
             f"{over_fastest:.2f} times.{quick}"
         ),
     ]

@@ -54,7 +54,7 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path))
     model = toy.markov(6, order=2, seed=4, sharpness=3.0)
     record = record_of(model, n)
-    publish_lanes(record, model.vocab, "two_lanes")
+    lanes = publish_lanes(record, model.vocab, "two_lanes")
     root = ET.parse(figures_dir(record) / "two_lanes.svg").getroot()
     texts = root.findall(f"{SVG}text")
     names = [at for at, text in enumerate(texts) if text.get("class") == "name"]
@@ -77,7 +77,7 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(n, tmp_p
     assert bars[1] / bars[0] == pytest.approx(seconds[1] / seconds[0], abs=0.01), "one time scale"
     row = k_sweep(record).iloc[-1]
     ending = " ".join("".join(text.itertext()) for text in texts[-3:])
-    assert f"{row['speedup']:.2f}" in ending and f"{n} of {n} texts the same" in ending
+    assert f"{row['speedup']:.2f}" in ending and f"{n} of {n} texts the same" in repr(lanes)
     assert "llama.cpp q4_1, 50.0 tokens/s" in ending and ("] times" in ending) == (n >= 5), (
         "five prompts"
     )
