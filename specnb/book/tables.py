@@ -154,63 +154,30 @@ def replay_of_live(record: RunRecord) -> pd.DataFrame:
 
 def replay_check(record: RunRecord) -> pd.DataFrame:
     """Compare live runs with their replay: tau and speed by temperature and K, over all prompts."""
+    columns = ["temperature", "k", "tau", "tokens_per_s"]
     tables = k_sweep(record), replay_of_live(record)
-    pooled = [table.query("category == @ALL and k > 0") for table in tables]
+    pooled = [table.query("category == @ALL and k > 0")[columns] for table in tables]
     both = pd.merge(*pooled, on=["temperature", "k"], suffixes=("", "_replayed"))
     both["tau_ratio"] = both["tau_replayed"] / both["tau"]
     both["speed_ratio"] = both["tokens_per_s_replayed"] / both["tokens_per_s"]
-    return both[
-        [
-            "temperature",
-            "k",
-            "tau",
-            "tau_replayed",
-            "tau_ratio",
-            "tokens_per_s",
-            "tokens_per_s_replayed",
-            "speed_ratio",
-        ]
-    ]
+    return both
 
 
 def turns(record: RunRecord) -> pd.DataFrame:
-    """Return acceptance rate and tau by turn of a conversation (greedy, the largest live K).
+    """Return the acceptance rate by turn of a conversation (greedy, the largest live K).
 
     The interval is over conversations.
     """
     rows = []
     for turn, group in pd.DataFrame(record.measurements["turns"]).groupby("turn"):
-        sums = group.sum(numeric_only=True)
         counts = group[["accepted", "drafted"]]
         share = (
             interval(counts, rate, log=False)
             if counts["drafted"].all()
             else (rate(counts), np.nan, np.nan)
         )
-        tau = (sums["n_decoded"] + len(group)) / sums["rounds"]
-        tokens = group["prompt_tokens"].mean()
-        rows.append(
-            (
-                turn,
-                len(group),
-                tokens,
-                sums["drafted"],
-                sums["accepted"],
-                *np.clip(share, 0, 1),
-                tau,
-            )
-        )
-    columns = [
-        "turn",
-        "conversations",
-        "prompt_tokens",
-        "drafted",
-        "accepted",
-        "acceptance_rate",
-        "low",
-        "high",
-        "tau",
-    ]
+        rows.append((turn, len(group), *counts.sum(), *np.clip(share, 0, 1)))
+    columns = ["turn", "conversations", *counts, "acceptance_rate", "low", "high"]
     return pd.DataFrame(rows, columns=columns)
 
 

@@ -106,7 +106,7 @@ def _turns(study: Sweep) -> Iterator[dict[str, Any]]:
         for turn, prompt in enumerate(turns_of(conversation), start=1):
             if len(prompt_ids(target, prompt)) + n > target.caps.n_ctx:
                 break
-            generation = study.decode(prompt)
-            (recording,) = follow(target, [drafter], generation, k_max=k, max_new_tokens=n)
+            text = study.decode(prompt)
+            (recording,) = follow(target, [drafter], text, k_max=k, max_new_tokens=n)
             row = sweep_row(recording, k, fixed_k(recording, k), study.costs[drafter.name])
-            yield row | {"turn": turn, "prompt_tokens": len(generation.prompt_ids)}
+            yield row | {"turn": turn}

@@ -66,8 +66,8 @@ def fit_line(table: pd.DataFrame) -> RoundLine:
 def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     """Return the rows of `read_runs` with the line's predictions; NaN for another drafter.
 
-    error is relative. alpha is the constant acceptance rate that gives a row's tau; best_k is the
-    fastest K up to LONGEST for that alpha.
+    error is relative. best_k is the fastest K up to LONGEST for the constant acceptance rate that
+    gives a row's tau.
     """
     same = table["content"] != "self"
     ks = np.arange(LONGEST + 1)
@@ -77,11 +77,9 @@ def compare_with_line(table: pd.DataFrame, cost: RoundLine) -> pd.DataFrame:
     return table[["content", "k", "acceptance_rate", "tau"]].assign(
         round_ms=1000 * table["round_s"],
         implied_c=table["implied_c"],
-        in_fit=table["content"] == "code",
         tokens_per_s=table["tokens_per_s"],
         predicted=predicted,
         error=predicted / table["tokens_per_s"] - 1,
-        alpha=alphas,
         best_k=pd.Series(best_k, table.index, "Int64").where(same),
     )
 
@@ -157,7 +155,7 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
             **series(index),
         )
         figure.add_scatter(
-            x=rows["k"],
+            x=rows["k"] + index / 3,  # otherwise, the intervals would overlap
             y=rows["speedup"],
             mode="markers",
             name=f"{setting}, live",
@@ -170,7 +168,7 @@ def draw_small(table: pd.DataFrame, runs: pd.DataFrame) -> go.Figure:
         x=code["k"],
         y=code["tokens_per_s"] * code["plain_s"],
         mode="markers",
-        name="the report's, one run each",
+        name="field report (target 32B) on code, one run each",
         marker_symbol=MARKERS[-1],
         marker_color=COLORS[-1],
         marker_size=10,
