@@ -29,9 +29,10 @@ def speedup_over_k(
     """Draw the speedup over draft length K: one panel per value of `panel`, one line per `line`.
 
     `sweep` is `tables.k_sweep` or `tables.replayed`; error bars are its intervals, omitted for more
-    than MANY values of K. `marks` are up to two more such tables by name, drawn as filled markers
-    with intervals and as open markers. K = 0, plain decoding in the same engine, is the line at 1;
-    `fastest`, the speedup of the fastest plain decoding in any engine, is dashed if above 1.
+    than MANY values of K. `marks` are up to two more such tables by name, drawn as filled circles
+    with intervals and as open circles. K = 0, plain decoding in the same engine, is the line at 1;
+    `fastest`, the speedup of the fastest plain decoding in any engine, is drawn if above 1. The
+    title ends with the highest speedup of `sweep`.
     """
     ks = sorted({*sweep["k"]} - {0})
     few = len(ks) <= MANY
@@ -42,48 +43,48 @@ def speedup_over_k(
         "y": "speedup",
         "facet_col": panel,
         "facet_col_wrap": PANELS,
-        "hover_data": {
-            "at": False,
-            "k": True,
-            "tokens_per_s": True,
-            "accepted": True,
-            "drafted": True,
-        },
+        "hover_data": {"at": False, "k": True},
     }
     figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
     figure.update_traces(mode="lines+markers" if few else "lines")
     for (name, table), shape in zip(marks.items(), ("", "-open"), strict=False):
         rows = _drafting(table, line, DODGE)
-        look = looks(line, names, by=["symbol"]) | ({} if shape else error_bars(rows))
+        look = looks(line, names, by=()) | ({} if shape else error_bars(rows))
+        look["category_orders"][panel] = [*drawn[panel].unique()]
         for mark in px.scatter(rows, **axes, **look).data:
-            figure.add_trace(
-                mark.update(marker_symbol=mark.marker.symbol + shape, showlegend=False)
-            )
+            figure.add_trace(mark.update(marker_symbol=f"circle{shape}", showlegend=False))
         figure.add_scatter(
             x=[None],
             y=[None],
             mode="markers",
-            name=f"{name}: {rows['n_prompts'].max()} prompts",
+            name=name,
             marker_color="#888",
             marker_symbol=f"circle{shape}",
         )
-    name_panels(figure)
+    name_panels(figure, 28)  # of four panels in a row
     if fastest > 1:
-        figure.add_hline(fastest, line=STYLE["line"])
+        look = STYLE["fastest"]
+        figure.add_hline(fastest, line=look)
+        # the point extends the axes above the line
         figure.add_scatter(
-            x=[None], y=[None], mode="lines", name="fastest plain decoding", line=STYLE["line"]
+            x=ks[:1], y=[fastest], mode="lines", name="fastest plain decoding", line=look
         )
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
-    figure.update_yaxes(title_text="speedup (plain = 1)", col=1)
+    figure.update_yaxes(title_text="speedup, log scale", col=1)
     if "lossless" in drawn and not drawn["lossless"].all():
         title += " (lossy: not the target's distribution)"
-    figure = dress(figure, "speedup_over_k", title_text=title + _busy_note(sweep))
+    best = drawn.nlargest(1, "speedup").iloc[0]
+    title += (
+        f"{_busy_note(sweep)}<br>highest: {best[panel]}, {best[line]}, K = {best['k']}: "
+        f"{best['speedup']:.2f}"
+    )
+    figure = dress(figure, "speedup_over_k", title_text=title)
     if sweep[panel].nunique() > PANELS:  # two rows; plotly counts them from the bottom
         figure.update_xaxes(title_text="", row=2).update_layout(height=ROWS_HEIGHT, legend_y=-0.14)
     return figure
 
 
-def draw_turns(table: pd.DataFrame) -> go.Figure:
+def draw_turns(table: pd.DataFrame, title: str) -> go.Figure:
     """Draw the acceptance rate by turn of a conversation (`tables.turns`), with its interval."""
     figure = px.line(
         table,
@@ -94,7 +95,7 @@ def draw_turns(table: pd.DataFrame) -> go.Figure:
         template=template(),
         **error_bars(table, "acceptance_rate"),
     )
-    return dress(figure, "turns")
+    return dress(figure, "turns", title_text=title)
 
 
 def _drafting(table: pd.DataFrame, line: str, dodge: float) -> pd.DataFrame:

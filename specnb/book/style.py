@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from itertools import cycle
 from pathlib import Path, PureWindowsPath
+from textwrap import wrap
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -82,9 +83,13 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
     return figure.update_layout(scattermode="group", scattergap=0.3)
 
 
-def name_panels(figure: go.Figure) -> None:
-    """Reduce the titles of panels to values: "engine=torch" becomes "torch"."""
-    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
+def name_panels(figure: go.Figure, width: int = 99) -> None:
+    """Reduce the titles of panels to values ("torch" for "engine=torch"), in lines of `width`."""
+    for note in figure.layout.annotations:
+        column, _, name = note.text.partition("=")
+        if column == "drafter" and name not in STYLE["drafters"].values():
+            name = f"draft model: {name}"
+        note.text = "<br>".join(wrap(name, width))
 
 
 def error_bars(rows: pd.DataFrame, value: str = "speedup", axis: str = "y") -> dict[str, pd.Series]:

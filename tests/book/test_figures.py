@@ -65,8 +65,10 @@ def test_live_runs_are_filled_markers_over_replayed_lines_and_replays_open():
     greedy = SWEEP.query("temperature == 0")
     many = pd.concat([greedy.assign(k=greedy["k"] * n) for n in range(1, 8)])
     marks = {"live": greedy, "again": greedy.assign(speedup=3.0)}
-    figure = figures.speedup_over_k(many, panel="temperature", marks=marks, title="x")
-    *lines, code, prose, again, _ = lines_of(figure)
+    figure = figures.speedup_over_k(many, panel="temperature", marks=marks, title="x", fastest=4.0)
+    *lines, code, prose, again, _, line = lines_of(figure)
+    assert line.y == (4.0,) and line.name == "fastest plain decoding"
+    assert figure.layout.title.text == "x<br>highest: 0.0, code, K = 2: 1.50"
     assert (again.marker.symbol, again.y[0]) == (f"{code.marker.symbol}-open", 3.0)
     assert [(t.mode, t.error_y.array) for t in lines] == [("lines", None)] * 2
     assert [(t.mode, list(t.x)) for t in (code, prose)] == [

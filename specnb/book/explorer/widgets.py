@@ -22,18 +22,13 @@ from specnb.book.explorer.page import page, play, reduced
 from specnb.book.explorer.tables import ALL, THIS_MACHINE, Setting, Tables, TracedRun, sweep_k
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
-from specnb.book.tables import BUSY
+from specnb.book.tables import BUSY, best_k
 from specnb.io import plain
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.intervals import interval, rate_ratio
 from specnb.measure.policies import FIXED
 from specnb.measure.recording import Recording, Trace
 from specnb.records import Generation, RunRecord
-
-TITLE = "Predicted speedup over plain decoding in the same engine, all contents"
-SHOWN = f"machine == '{THIS_MACHINE}' and category == '{ALL}' and k in (1, 3, 6, 9, 12, 16, 20, 24)"
-SHOWN += " and (temperature == temperature.min() or temperature == temperature.max())"
-"""The rows of `sweep_k` in the figure for readers without a kernel."""
 
 
 class Explorer(anywidget.AnyWidget):
@@ -150,10 +145,18 @@ class Explorer(anywidget.AnyWidget):
         if self._still:
             return widget | {"text/html": self._still, "text/plain": "Explorer"}, metadata
         sweep = sweep_k(self._tables, self._run.curve, self._run.c)
-        ends = sweep.query(SHOWN)
+        ends = sweep.query(
+            f"machine == '{THIS_MACHINE}' and category == '{ALL}'"
+            " and (temperature == temperature.min() or temperature == temperature.max())"
+        )
         category = ends["temperature"].map("temperature {:g}".format)
         ends = ends.assign(category=category, drafter=ends["drafter"].map(readable))
-        figure = figures.speedup_over_k(ends, panel="drafter", title=TITLE)
+        figure = figures.speedup_over_k(
+            ends,
+            panel="drafter",
+            marks={"fastest K, with 95 % interval": best_k(ends)},
+            title="Predicted speedup over plain decoding in the same engine, all contents",
+        )
         data, metadata = with_picture(figure)._repr_mimebundle_()
         return widget | data, metadata
 
