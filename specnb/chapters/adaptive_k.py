@@ -5,7 +5,7 @@ read a draft model's confidence: after a rejected draft token, a replay uses the
 the target's text.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from math import nan
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from specnb.book.claims import Estimate
+from specnb.book.claims import Estimate, ratio
 from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
 from specnb.book.tables import baseline, compact, live_rows
 from specnb.decode.content import detect
@@ -36,7 +36,7 @@ from specnb.measure.experiment import (
     turns_of,
 )
 from specnb.measure.fork import explain_draft
-from specnb.measure.intervals import RATIOS, interval, rate
+from specnb.measure.intervals import RATIOS, interval, rate_ratio
 from specnb.measure.machines import known_machines, machines
 from specnb.measure.policies import FIXED, POLICIES
 from specnb.measure.recording import Recording, Trace
@@ -130,12 +130,8 @@ def run_adaptive(params: AdaptiveKParams, *, progress: Progress = silent) -> Con
             return chosen
 
         contents = params.categories[: params.live_contents]
-        live = [
-            prompt
-            for prompt in first_of_each(study.chosen, params.live_prompts)
-            if prompt.category in contents
-        ]
-        study.run_live(methods, live, GREEDY, progress)
+        chosen = [prompt for prompt in study.chosen if prompt.category in contents]
+        study.run_live(methods, first_of_each(chosen, params.live_prompts), GREEDY, progress)
         study.measured["draft_forks"] = list(_draft_forks(study, trace))
         return ControllerStudy(study.record(), trace)
 
@@ -322,9 +318,10 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
 
     `check` is `live_check` of the study.
 
-    Columns: controller, drafter, tokens_per_s, speedup and over_fastest with intervals over
-    prompts, predicted (the same speedup in a replay; missing for the router), acceptance_rate, tau,
-    identical (prompts whose text equals plain decoding), n_prompts.
+    Columns: controller (for `one fixed K` with this K), drafter, tokens_per_s, speedup and
+    over_fastest with intervals over prompts, predicted (the same speedup in a replay; missing for
+    the router), acceptance_rate, tau, identical (prompts whose text equals plain decoding),
+    n_prompts.
     """
     by = ["drafter", "policy"]
     live = [g for g in record.generations if g.k]
@@ -334,16 +331,31 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
     ]
     rows["policy"] = [PLAIN] * (len(rows) - len(live)) + policies
     rows = rows[rows["prompt_id"].isin([g.prompt_id for g in live])]
-    table = baseline(record).over(speed_table(rows, by))
+    table = baseline(record).over(speed_table(rows, [*by, "k"]))
     replays = check.groupby(by)[["plain_s", "seconds"]].sum()
     table = table.join((replays["plain_s"] / replays["seconds"]).rename("predicted"), on=by)
-    table["controller"] = table["policy"].map(label)
+    ks = table["k"].map(" ({})".format).where(table["policy"] == FIXED, "")
+    table["controller"] = table["policy"].map(label) + ks
     table["drafter"] = (
         table["drafter"].map(readable).mask(table["policy"] == ROUTER, "all drafters")
     )
     counts = ["acceptance_rate", "tau", "identical", "n_prompts"]
     table = table.sort_values("speedup", ascending=False, ignore_index=True)
     return table[["controller", "drafter", "tokens_per_s", *RATIOS, "predicted", *counts]]
+
+
+def over_fixed_k(record: RunRecord) -> Iterator[str]:
+    """Yield a line per drafter: the live speed of `cost-aware` over one fixed K, with interval.
+
+    The runs are paired by prompt.
+    """
+    runs = defaultdict(list)
+    for g in record.generations:
+        runs[g.drafter, g.controller].append((g.n_decoded, g.decode_s))
+    for name in record.measurements["c"]:
+        pairs = np.hstack([runs[name, "cost-aware"], runs[name, ""]])
+        speed = Estimate(*interval(pairs, rate_ratio), len(pairs))
+        yield f"cost-aware over one fixed K, {readable(name)}, live: {speed:.2f}"
 
 
 def draw_live(table: pd.DataFrame) -> go.Figure:
@@ -393,7 +405,7 @@ def against_best(record: RunRecord) -> pd.DataFrame:
         ]
     ).sort_index(kind="stable")
     index = ["machine", "drafter", "policy"]
-    return rows.pivot_table("speedup", index, "content", sort=False).rename_axis(columns=None)
+    return rows.pivot_table("speedup", index, "content", sort=False)
 
 
 def _replay_rows(record: RunRecord) -> pd.DataFrame:
@@ -408,7 +420,7 @@ def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
         .rename(index=label, level="policy")
         .rename(index=readable, level="drafter")
     )
-    return compact(table.rename_axis(columns="content").stack().unstack("policy", sort=False))
+    return compact(table.stack().unstack("policy", sort=False))
 
 
 def routed(record: RunRecord) -> pd.DataFrame:
@@ -420,30 +432,32 @@ def routed(record: RunRecord) -> pd.DataFrame:
     """
     rows = []
     for row in record.measurements["routed"]:
-        rivals = [zip(row[name], row["seconds"], strict=True) for name in ("best_s", "plain_s")]
         over_best, speedup = (
-            Estimate(*interval([*pairs], rate), len(row["seconds"])) for pairs in rivals
+            ratio(pd.Series(row[name]), pd.Series(row["seconds"])) for name in ("best_s", "plain_s")
         )
         drafted_by = ", ".join(f"{_label_arm(arm)} {n}" for arm, n in sorted(row["arms"].items()))
         drafter, _, k = row["best"].rpartition(", K = ")
         best = PLAIN if k == "0" else f"{readable(drafter)}, K = {k}"
-        machine = _label_machine(row["machine"])
         rows.append(
-            (machine, row["content"], f"{speedup:.2f}", f"{over_best:.2f}", best, drafted_by)
+            {
+                "machine": _label_machine(row["machine"]),
+                "content": row["content"],
+                "predicted speedup": f"{speedup:.2f}",
+                "predicted, over the best": f"{over_best:.2f}",
+                "the best in hindsight": best,
+                "rounds by drafter": drafted_by,
+            }
         )
-    columns = [
-        "predicted speedup",
-        "predicted, over the best",
-        "the best in hindsight",
-        "rounds by drafter",
-    ]
-    return pd.DataFrame(rows, columns=["machine", "content", *columns]).set_index(
-        ["machine", "content"]
-    )
+    return pd.DataFrame(rows).set_index(["machine", "content"])
 
 
-def _label_arm(arm: str) -> str:
-    return readable(arm) if arm else PLAIN
+def _label_arm(arm: str, machine: str = THIS_MACHINE) -> str:
+    if not arm:
+        return PLAIN
+    name = readable(arm)
+    # On a simulated machine, c is that of a small draft model.
+    measured = machine == THIS_MACHINE or name in STYLE["drafters"].values()
+    return name if measured else "draft model (simulated)"
 
 
 def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
@@ -459,9 +473,14 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     start = 0
     for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
         for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
-            n = step.n_accepted + 1
             rows.append(
-                (start + step.at, n, seconds / step_s, _label_arm(arm), _kind(text.recording))
+                (
+                    start + step.at,
+                    step.n_accepted + 1,
+                    seconds / step_s,
+                    _label_arm(arm, machine),
+                    _kind(text.recording),
+                )
             )
         start += text.recording.n_tokens
     frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
@@ -472,24 +491,20 @@ def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
     return frame.assign(speed=window["n"] / window["steps"])[window["steps"] > 0]
 
 
-def mixed_stream(frame: pd.DataFrame, machine: str) -> go.Figure:
-    """Draw the relative speed along the stream, with the contents and the arm of each round."""
+def mixed_stream(frame: pd.DataFrame, record: RunRecord, machine: str) -> go.Figure:
+    """Draw `stream`: relative speed, contents, and the arm of each round."""
     figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
     figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLORS[0])
     arms_below = px.scatter(frame, x="token", y="arm", **looks("arm", sorted(frame["arm"]), by=()))
     arms_below.update_traces(marker_symbol="line-ns-open", marker_size=8)
     figure.add_traces(arms_below.data, rows=2, cols=1)
     _name_contents(figure, frame, row=1, col=1)
-    speedup = frame["n"].sum() / frame["steps"].sum()
-    title = (
-        "Through all texts, the router is predicted to be "
-        f"{speedup:.2f} times as fast as plain decoding"
-    )
-    return dress(
-        figure,
-        "mixed_stream",
-        title_text=f"{title}<br>on: {_label_machine(machine)}, over {WINDOW} tokens",
-    )
+    place = _label_machine(machine)
+    speedup = routed(record).loc[(place, STREAM), "predicted speedup"]
+    title = f"Predicted, {place}: over all texts,<br>"
+    title += f"the router is {speedup} times as fast as plain decoding"
+    axis = f"speed over plain decoding,<br>average of {WINDOW} tokens"
+    return dress(figure, "mixed_stream", title_text=title, yaxis_title_text=axis)
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
@@ -509,10 +524,8 @@ def worst(record: RunRecord) -> pd.DataFrame:
         index=["machine", "drafter", "content"], columns="policy", values="seconds"
     )  # lists, by text
     for (machine, drafter, policy), content in table["content"].items():
-        pairs = seconds.loc[[(machine, drafter, content)], ["fixed", policy]].explode(
-            ["fixed", policy]
-        )
-        _, *ends = interval(pairs, rate)
+        lists = seconds.loc[[(machine, drafter, content)]]
+        _, *ends, _ = ratio(lists["fixed"], lists[policy])
         table.loc[(machine, drafter, policy), ["low", "high"]] = ends
     return table
 
@@ -556,7 +569,7 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
         (fork["prompt_id"], fork["drafter"], fork["policy"]): fork["near_tie"] for fork in forks
     }
     rows = []
-    for live in (g for g in generations if g.k and g.drafter in study.record.measurements["c"]):
+    for live in (g for g in generations if g.drafter in study.record.measurements["c"]):
         cost = cost_of(study.record, live.drafter)
         counts = counts_of(*_walk(study.trace, live, cost))
         measured = {
@@ -567,8 +580,9 @@ def live_check(study: ControllerStudy) -> pd.DataFrame:
         rows.append(
             {"content": live.category, "drafter": live.drafter, "policy": live.controller or FIXED}
             | measured
-            | {"seconds": counts.seconds(cost), "plain_s": live.n_decoded * cost.step_s}
             | {
+                "seconds": counts.seconds(cost),
+                "plain_s": live.n_decoded * cost.step_s,
                 "same": measured.items() <= counts._asdict().items(),
                 "same_text": live.token_ids == plain_text_of(generations, live).token_ids,
                 "near_tie": near_ties.get((live.prompt_id, live.drafter, live.controller)),
@@ -609,8 +623,8 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
         **looks("policy", named["policy"], by=["line_dash"]),
     )
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
-    medians = frame.groupby("policy", sort=False)["k"].median()
-    title = ", ".join(f"{label(policy)} {k:g}" for policy, k in medians.items())
+    medians = named.groupby("policy", sort=False)["k"].median()
+    title = ", ".join(f"{policy} {k:g}" for policy, k in medians.items())
     title = (
         "Median draft length as the content switches "
         f"({readable(drafter)}, this machine):<br>{title}"
@@ -619,13 +633,7 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
 
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
-    """Draw a line where each content begins, labeled above at three alternating heights."""
+    """Draw a line where each content begins, labeled above."""
     figure.update_layout(margin_t=130, title_y=0.93)
-    for at, start in enumerate(rows[rows["content"] != rows["content"].shift()].itertuples()):
-        figure.add_vline(
-            start.token,
-            annotation_text=start.content,
-            annotation_y=1 + 0.06 * (at % 3),
-            **STYLE["content"],
-            **panel,
-        )
+    for start in rows[rows["content"] != rows["content"].shift()].itertuples():
+        figure.add_vline(start.token, annotation_text=start.content, **STYLE["content"], **panel)

@@ -89,6 +89,8 @@ def test_every_controller_and_the_router_also_run_live(study):
     )
     assert set(speeds.loc[speeds["predicted"].isna(), "controller"]) == {"plain decoding", "router"}
     assert speeds["low"].isna().all()  # too few prompts for an interval
+    assert speeds["controller"].str.fullmatch(r"one fixed K \(\d+\)").sum() == 2
+    assert all("live: " in line for line in adaptive_k.over_fixed_k(study.record))
     assert sum(len(trace.x) for trace in adaptive_k.draw_live(speeds).data) == 10
 
 
@@ -140,7 +142,10 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
         and (frame["speed"] > 0).all()
     )
     assert np.isfinite(frame["speed"]).all()  # JSON has no infinity
-    assert len(adaptive_k.mixed_stream(frame, THIS_MACHINE).data) == 1 + frame["arm"].nunique()
+    figure = adaptive_k.mixed_stream(frame, record, THIS_MACHINE)
+    assert len(figure.data) == 1 + frame["arm"].nunique()
+    arms = adaptive_k.stream(study, "memory-bound server")["arm"]
+    assert set(arms) <= {"plain decoding", "prompt lookup", "draft model (simulated)"}
 
 
 def test_one_controller_processes_all_answers_of_a_conversation(study):
