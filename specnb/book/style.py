@@ -78,7 +78,7 @@ def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> g
     figure = px.scatter(
         rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars
     )
-    figure.update_traces(marker_size=11)
+    figure.update_traces(marker_size=9)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(scattermode="group", scattergap=0.3)
 

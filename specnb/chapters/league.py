@@ -3,6 +3,7 @@
 The experiment of notebook 07. Its record separates replay predictions from live results.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,6 @@ from specnb.measure.bench import speed_table
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent
 from specnb.measure.intervals import RATIOS
-from specnb.measure.recording import Recording
-from specnb.measure.replay import fixed_k
 from specnb.measure.sweep import Sweep
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.params import LeagueParams
@@ -33,8 +32,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
     Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
     Measurements: `left_out` gives the reason for each drafter that does not fit the target, `names`
     maps drafters to their names in the parameters, `replay` has a row for each drafter, text and K,
-    `alphas` the tested and accepted draft tokens by position, `best` the K of the live runs, and
-    `live_prompts` their prompts.
+    `draft_steps` the draft steps of a round at K = 1 (heads that are computed at once: all), `best`
+    the K of the live runs, and `live_prompts` their prompts.
     """
     with Sweep(
         EXPERIMENT, params, prompts_of(params, params.categories, params.pack_prompts)
@@ -58,7 +57,9 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         best = seconds.idxmin(axis=1).rename("k").loc[:, list(study.costs)]
         study.measured |= {
             "replay": {"rows": rows},
-            "alphas": [_alphas(recording) for recording in study.recordings],
+            "draft_steps": {
+                recording.drafter: recording.steps(1) for recording in study.recordings
+            },
             "best": best.reset_index().to_dict("records"),
             "live_prompts": [prompt.id for prompt in live],
         }
@@ -74,12 +75,6 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
         return study.record()
 
 
-def _alphas(recording: Recording) -> dict[str, Any]:
-    """Return the tested and accepted draft tokens by position, at the largest K."""
-    counts = fixed_k(recording, recording.k_max)
-    return recording.key | {"tested": counts.tested, "kept": counts.kept}
-
-
 # --- Tables and figures of notebook 07: drafters by content, live and replayed; where they pay ---
 
 
@@ -93,7 +88,7 @@ def rank_drafters(record: RunRecord, temperature: float) -> pd.DataFrame:
     - predicted, predicted_low, predicted_high: `speedup` by replay of the live prompts
     - best_k: the fastest K in the replay of all prompts, and the range of equally fast ones
     - tau, of the replay
-    - c; alpha_1: the acceptance rate of a round's first draft token
+    - c; alpha_1: the acceptance rate at K = 1
     - prompts: number of live prompts; identical: number of live texts equal to plain decoding
 
     A published record has no generations, so no live columns.
@@ -107,31 +102,29 @@ def rank_drafters(record: RunRecord, temperature: float) -> pd.DataFrame:
     live = baseline(record).over(live_speeds(record, temperature))
     frame = live[[*RATIOS]].join([predicted, best.rename(columns={"k": "best_k"})], how="outer")
     frame["c"] = pd.Series(record.measurements["cs"])
-    frame["alpha_1"] = _first_alpha(record, temperature)
+    frame["alpha_1"] = _alpha_1(record, temperature)
     frame = frame.join(live[["prompts", "identical"]]).rename(index=record.measurements["names"])
     return frame.sort_values(["speedup", "predicted"], ascending=False)
 
 
-def _first_alpha(record: RunRecord, temperature: float) -> pd.Series:
-    """Return each drafter's acceptance rate at position 1; a router has none."""
-    counts = pd.DataFrame(record.measurements["alphas"]).query("temperature == @temperature")
-    first = counts.assign(tested=counts["tested"].str[0], kept=counts["kept"].str[0])
-    sums = first.groupby("drafter")[["tested", "kept"]].sum()
-    return sums["kept"] / sums["tested"]
+def _alpha_1(record: RunRecord, temperature: float) -> pd.Series:
+    """Return each drafter's acceptance rate at K = 1; a router has none."""
+    rows = replay_rows(record).query("k == 1 and temperature == @temperature")
+    sums = rows.groupby("drafter")[["accepted", "drafted"]].sum()
+    return sums["accepted"] / sums["drafted"]
 
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return `rank_drafters` for display; `*` marks drafters in another engine than the target."""
     ranks = rank_drafters(record, temperature)
-    return compact(ranks).rename(index=lambda name: name + _star(record, name))
+    return compact(ranks).rename(index=_starred(record, str))
 
 
-def _star(record: RunRecord, drafter: str) -> str:
-    """Return "*" for a drafter in another engine than the target, else ""."""
+def _starred(record: RunRecord, display: Callable[[str], str] = readable) -> Callable[[str], str]:
+    """Return a function that displays a drafter's name, as in `show_ranks`."""
     names = record.measurements["names"]
-    return (
-        "*" if drafter in [names[name] for name in record.measurements["c_across_engines"]] else ""
-    )
+    across = [names[name] for name in record.measurements["c_across_engines"]]
+    return lambda name: display(name) + ("*" if name in across else "")
 
 
 def live_speeds(record: RunRecord, temperature: float) -> pd.DataFrame:
@@ -158,12 +151,15 @@ def count_loops(record: RunRecord) -> pd.DataFrame:
 def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return the predicted speedup of every drafter on every content, at its best K there.
 
-    Columns: drafter, content, best_k, predicted, low, high, prompts; all prompts are replayed.
+    Drafters are in the order of `rank_drafters`. Columns: drafter, content, best_k, predicted, low,
+    high, prompts; all prompts are replayed.
     """
     rows = replay_rows(record).query("n_decoded > 0 and temperature == @temperature")
     frame = fastest_k(rows, ["drafter", "category"], record)
     names = {"category": "content", "k": "best_k", "speedup": "predicted", "n_prompts": "prompts"}
     frame = frame.rename(columns=names).replace({"drafter": record.measurements["names"]})
+    ranks = rank_drafters(record, temperature)
+    frame = frame.sort_values("drafter", key=ranks.index.get_indexer, kind="stable")
     return frame[["drafter", "content", "best_k", "predicted", "low", "high", "prompts"]]
 
 
@@ -178,9 +174,9 @@ def list_trained() -> pd.DataFrame:
                 "name": name,
                 "kind": facts["heads"]["kind"],
                 "mb": (folder / LAYOUTS[OWN]).stat().st_size / 1e6,
-                "parameters": facts["parameters"],
-                "text_tokens": facts["text"]["tokens"]["train"],
-                "examples": recipe["steps"] * recipe["batch_size"],
+                "parameters": f"{facts['parameters']:,}",
+                "text_tokens": f"{facts['text']['tokens']['train']:,}",
+                "examples": f"{recipe['steps'] * recipe['batch_size']:,}",
             }
         )
     return pd.DataFrame(rows)
@@ -190,9 +186,10 @@ def list_trained() -> pd.DataFrame:
 
 
 def draw_region(record: RunRecord) -> go.Figure:
-    """Draw the break-even acceptance rate over c, with the drafters as marks.
+    """Draw the break-even acceptance rate over c, with the drafters at K = 1 as marks.
 
-    Above the line, drafting beats plain decoding in the run's engine, on its machine.
+    Above the line, drafting beats plain decoding in the run's engine, on its machine. Heads that
+    are computed at once are drawn at the cost of all.
     """
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]))
     c = np.linspace(0, 1, 51)
@@ -201,9 +198,9 @@ def draw_region(record: RunRecord) -> go.Figure:
         x=c, y=needed, mode="lines", name="break-even in this engine", **series(0)
     )
     points = pd.DataFrame({"c": record.measurements["cs"]})
-    points["alpha_1"] = _first_alpha(record, min(record.params["temperatures"]))
-    points = points.rename(index=record.measurements["names"])
-    labels = [readable(name) + _star(record, name) for name in points.index]
+    points["alpha_1"] = _alpha_1(record, min(record.params["temperatures"]))
+    points["c"] *= pd.Series(record.measurements["draft_steps"])
+    labels = points.index.map(record.measurements["names"]).map(_starred(record))
     symbols = [*range(9), "star", "pentagon", "hexagram"]
     marks = px.scatter(points, x="c", y="alpha_1", symbol=labels, symbol_sequence=symbols)
     figure.add_traces(
@@ -219,20 +216,20 @@ def draw_ranks(record: RunRecord, ranks: pd.DataFrame) -> go.Figure:
     predicted = ranks[["predicted", "predicted_low", "predicted_high"]]
     predicted = predicted.set_axis(["speedup", "low", "high"], axis=1).assign(measured="predicted")
     rows = pd.concat([live, predicted]).reset_index(names="drafter")
-    rows["drafter"] = rows["drafter"].map(readable)
+    rows["drafter"] = rows["drafter"].map(_starred(record))
     figure = dots(rows, x="speedup", y="drafter", by="measured", **error_bars(rows, axis="x"))
     first = ranks.iloc[0]
     title = f"Fastest live: {readable(ranks.index[0])}, {first['speedup']:.2f} times plain decoding"
     if share < 1:
         title += f", {first['over_fastest']:.2f} times the fastest plain decoding"
-        engine = baseline(record).baseline_engine
+        text = f"plain,<br>{baseline(record).baseline_engine}"
         figure.add_vline(
-            1 / share, line=STYLE["line"], annotation_text=engine, annotation_position="bottom left"
+            1 / share, line=STYLE["line"], annotation_text=text, annotation_position="top right"
         )
     return dress(figure, "drafters", title_text=title)
 
 
-def draw_contents(frame: pd.DataFrame) -> go.Figure:
+def draw_contents(record: RunRecord, frame: pd.DataFrame) -> go.Figure:
     """Draw the predicted speedup of each drafter by content, from `compare_contents`."""
-    named = frame.assign(drafter=frame["drafter"].map(readable))
+    named = frame.assign(drafter=frame["drafter"].map(_starred(record)))
     return dress(dots(named, x="predicted", y="drafter", by="content"), "contents")

@@ -383,7 +383,7 @@ def draw_faults(table: pd.DataFrame) -> go.Figure:
     """Draw FINGERPRINT's columns for each planted fault, in percent; labels list failed gates."""
     failed = table["failed"].replace("", "none")
     shares = 100 * table[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
-    shares["planted"] = table["planted"] + "<br><sub>failed gates: " + failed + "</sub>"
+    shares["planted"] = "<b>" + table["planted"] + "</b><br>failed gates: " + failed
     rows = shares.melt("planted", var_name="share", value_name="percent")
     title = (
         f"{table['agree'].sum()} of {len(table)} planted faults and controls "
@@ -574,7 +574,7 @@ class TrainingView:
         look = {"x": "step", "y": "percent"} | looks("run", self._runs)
         figure = px.line(held_out, markers=True, **look).update_traces(line_width=3, marker_size=11)
         batches = px.line(rows[rows["text"] == BATCH], **look)
-        batches.update_traces(mode="lines", opacity=0.3, line_width=1, showlegend=False)
+        batches.update_traces(mode="lines", opacity=0.6, line_width=1.5, showlegend=False)
         figure.add_traces(batches.data)
         ends = held_out.groupby("run", sort=False)["percent"].agg(["first", "last"])
         changes = ", ".join(

@@ -135,6 +135,7 @@ def test_too_little_data_or_a_planted_fault_leaves_a_claim_undecided():
     assert (few["verdict"], few["evidence"]) == ("undecided", "2 of 5 required samples. 2 texts")
     twin = claim._replace(planted=True).judge({"x": Estimate.exact(0, 5)})
     assert (twin["verdict"], twin["note"]) == ("undecided", "for the planted fault: corrected")
+    assert claim._replace(planted=True).judge({"x": Estimate(1, 0, 2, 5)})["note"] == ""
     text = claims.tabulate_claims([few, twin])
     assert text.startswith("**Undecided for lack of data: 1 of 2 claims.")
     assert "**undecided** (for the planted fault: corrected)" in text

@@ -51,7 +51,9 @@ def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(rec
         and len(record.measurements["names"]) == 3
     )
     rows = record.measurements["replay"]["rows"]
-    assert len(rows) == 6 * 2 * 2 * 4 + 6 * 2 and len(record.measurements["alphas"]) == 6 * 2 * 2
+    assert len(rows) == 6 * 2 * 2 * 4 + 6 * 2 and {
+        *record.measurements["draft_steps"].values()
+    } == {1}
     live = [g for g in record.generations if g.drafter and not g.drafter.startswith("auto")]
     best = {(b["drafter"], b["temperature"]): b["k"] for b in record.measurements["best"]}
     assert len(live) == 4 * 2 * 2 and all(g.k == best[g.drafter, g.temperature] for g in live)
@@ -73,23 +75,26 @@ def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(recor
     }
     values = claims.values_of(record, {"ranks": table})
     assert values["itself"].n == 4 and values["trained"].n == 0
-    assert league.draw_contents(league.compare_contents(record, 0.0)).data
+    assert league.draw_contents(record, league.compare_contents(record, 0.0)).data
     drawn = league.draw_ranks(record, table)
     assert {trace.name for trace in drawn.data} == {"live", "predicted"}
 
 
 def test_the_break_even_line_is_drawn_and_cross_engine_drafters_are_marked(record):
-    across = [name for name in record.measurements["cs"] if "copy" in name]
-    measured = record.measurements | {"c_across_engines": across}
+    cs = record.measurements["cs"]
+    across = [name for name in cs if "copy" in name]
+    measured = record.measurements | {
+        "c_across_engines": across,
+        "draft_steps": dict.fromkeys(cs, 4),
+    }
     line, *marks = league.draw_region(record.model_copy(update={"measurements": measured})).data
     cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=line.x[25])
     assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[
         25
     ] == pytest.approx(0.5)
     points = {mark.name: (mark.x[0], mark.y[0]) for mark in marks}
-    cs = record.measurements["cs"]
     assert points.keys() == {"prompt lookup", "quantized copy*"}
-    assert points["quantized copy*"] == (cs[across[0]], 1)
+    assert points["quantized copy*"] == (4 * cs[across[0]], 1)
 
 
 def test_looping_answers_are_counted(record):

@@ -239,8 +239,7 @@ def test_figures_show_the_numbers_of_their_tables(notebook):
     )
     first = notebook.pictures["05_faults"][0].data[0]
     assert (
-        first.y[1] == "never loaded<br><sub>failed gates: loader, acceptance</sub>"
-        and first.x[0] > 90
+        first.y[1] == "<b>never loaded</b><br>failed gates: loader, acceptance" and first.x[0] > 90
     )
     marks, served = notebook.pictures["05_alpha"]
     assert sum(len(trace.x) for trace in marks.data) == (served["tested"] >= FEW).sum() > 0

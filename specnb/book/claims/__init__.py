@@ -71,9 +71,9 @@ class Claim(NamedTuple):
 
     The verdict is `holds` if the interval lies inside `claimed`, and `fails` if it lies outside. It
     is undecided if the interval crosses a bound or comes from fewer than `needs` prompts, and if
-    only a planted fault was judged (`planted`); a note then gives the verdict for the planted
-    fault. `evidence` is a text that is true for every verdict; the `conclusion` of the computed
-    verdict, if any, is appended.
+    only a planted fault was judged (`planted`); a note then gives the verdict for that fault, if it
+    is another. `evidence` is a text that is true for every verdict; the `conclusion` of the
+    computed verdict, if any, is appended.
     """
 
     claim: str
@@ -122,7 +122,7 @@ class Claim(NamedTuple):
                     else "Not measured in this run"
                 )
                 evidence = f"{have}. {evidence}"
-            elif self.planted:
+            elif self.planted and verdict != "undecided":
                 verdict, note = "undecided", f"for the planted fault: {verdict}"
         return {
             "claim": self.claim,
@@ -232,8 +232,7 @@ def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values
     """
     values = dict(names)
     for name, expression in expressions.items():
-        compiled = _JINJA.compile_expression(expression, undefined_to_none=False)
-        values[name] = compiled(values)
+        values[name] = _JINJA.compile_expression(expression, undefined_to_none=False)(values)
     return values
 
 

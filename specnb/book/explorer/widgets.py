@@ -299,7 +299,7 @@ class Plot(anywidget.AnyWidget):
         self.update(figure)
 
     def __repr__(self) -> str:
-        return "drawn while the kernel runs"
+        return "A live figure: open the notebook in JupyterLab and run this cell"
 
     def update(self, figure: go.Figure) -> None:
         spec = figure.to_dict()
