@@ -229,7 +229,7 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
 
 
 SHOWN = {
-    "says": "run",
+    "says": "draft_model",
     "first": "first_wrong",
     "n_wrong": "wrong_tensors",
     "foreign": "foreign_parameters",
