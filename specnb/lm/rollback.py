@@ -422,8 +422,11 @@ class RewindableModel(LanguageModel):
         try:
             yield
         except BaseException as error:
-            if self.rollback.kind != "crop" or not self._engine.keep(n):
-                self.rollback.reset()
+            engine = self._engine
+            rollback = self.rollback
+            closed = engine is None or rollback is None  # by another thread
+            if not closed and (rollback.kind != "crop" or not engine.keep(n)):
+                rollback.reset()
             if isinstance(error, SpecnbError) or not isinstance(error, Exception):
                 raise
             raise EngineError(
