@@ -45,9 +45,8 @@ class Prompt(BaseModel, frozen=True, extra="forbid"):
     """
 
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
-    category: str = Field(
-        pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$"
-    )  # no commas: they separate names
+    # no commas: they separate names
+    category: str = Field(pattern=r"^[^\s,]([^\r\n,]{0,62}[^\s,])?$")
     text: str | None = None
     messages: tuple[Message, ...] | None = Field(default=None, min_length=1)
 

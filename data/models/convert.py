@@ -52,9 +52,8 @@ FAMILIES = read_toml(Path(__file__).with_name("families.toml"))
 def _computed_keys(kind: str, config: "PretrainedConfig") -> dict[str, Key]:
     match kind:
         case "qwen3_5_text":
-            _require(
-                config, linear_value_head_dim=config.linear_key_head_dim
-            )  # llama.cpp's recurrent state is square
+            # llama.cpp's recurrent state is square
+            _require(config, linear_value_head_dim=config.linear_key_head_dim)
             rope = config.rope_parameters
             sections = rope.get("mrope_section", [11, 11, 10])  # as in transformers
             return {

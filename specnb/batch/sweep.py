@@ -51,9 +51,8 @@ def read_batch(path: Path) -> Batch:
     with reading(f"{path}: the YAML"):
         text = read_text(path)
         for event in yaml.parse(text):
-            if isinstance(
-                event, yaml.AliasEvent
-            ):  # aliases may be recursive, or grow exponentially
+            # aliases may be recursive, or grow exponentially
+            if isinstance(event, yaml.AliasEvent):
                 raise ValueError(f"alias {event.anchor!r}: write its value out")
         node = yaml.compose(text)
         document = node and _value_of(node)

@@ -120,9 +120,8 @@ class Browser:
         from choreographer.browsers.chromium import Chromium
 
         path = Chromium.find_browser(skip_local=False)
-        if (
-            not path or not Path(path).is_file()
-        ):  # checked here: a Kaleido without a browser leaks five threads
+        # checked here: a Kaleido without a browser leaks five threads
+        if not path or not Path(path).is_file():
             raise InputError(NO_BROWSER)
         self._kaleido = kaleido.Kaleido(n=1, timeout=RENDER_S, mathjax=False, path=path)
         await self._kaleido.open()

@@ -164,9 +164,8 @@ def round_table(rounds: Sequence[RoundText], number: int) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=["draft", "target_choice", "accepted"])
     table.insert(0, "position", table.index + 1)
     rest = "after the rejection" if each.ending else "after the end"
-    return table.fillna(
-        {"draft": "", "target_choice": "(not used)", "accepted": rest}
-    )  # a bonus token has no draft
+    # a bonus token has no draft
+    return table.fillna({"draft": "", "target_choice": "(not used)", "accepted": rest})
 
 
 def shown_text(piece: bytes, blank: str = "·") -> str:

@@ -520,9 +520,10 @@ def worst(record: RunRecord) -> pd.DataFrame:
     )
     rows = _replay_rows(record)
     rows["policy"] = rows["policy"].where(rows["kind"] == "controller", rows["kind"])
+    # lists, by text
     seconds = rows.pivot(
         index=["machine", "drafter", "content"], columns="policy", values="seconds"
-    )  # lists, by text
+    )
     for (machine, drafter, policy), content in table["content"].items():
         lists = seconds.loc[[(machine, drafter, content)]]
         _, *ends, _ = ratio(lists["fixed"], lists[policy])

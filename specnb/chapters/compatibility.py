@@ -106,9 +106,8 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # without translation: the draft model's quality
             reach = reach_of(fit) if fit else 1.0
-            predictable = (
-                None not in (quality, reach) and name not in models
-            )  # else quality is unknown
+            # else quality is unknown
+            predictable = None not in (quality, reach) and name not in models
             expected = predict(reach, params.k, quality) if predictable else None
             needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
             tokens = [token for g in drafted for token in g.token_ids]

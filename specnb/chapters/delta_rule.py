@@ -78,9 +78,8 @@ def verify_tree(
 ) -> Tensor:
     """Return outputs (B, T, HV, dv) of all nodes; each equals that of its path alone."""
     q, k = (_each_value_head(x, v) for x in (q, k))
-    q, k, v, g, beta = (
-        x.transpose(1, 2) for x in (q, k, v, g, beta)
-    )  # heads before tokens: (B, HV, T, ...)
+    # heads before tokens: (B, HV, T, ...)
+    q, k, v, g, beta = (x.transpose(1, 2) for x in (q, k, v, g, beta))
     fade, fade_from_start = _fades(g, torch.tensor(tree.seen))
     predicted = fade_from_start * (k @ state)
     weights = fade * (k @ k.mT) * beta[..., None]
@@ -106,9 +105,8 @@ def _fades(g: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """
     gates = g.clamp(min=GATE_FLOOR)
     on_path = seen.to(g.dtype)
-    below = on_path.tril(
-        -1
-    )  # below[m, j]: j is an ancestor of m, so m's gate decays the write of j
+    # below[m, j]: j is an ancestor of m, so m's gate decays the write of j
+    below = on_path.tril(-1)
     between = (on_path * gates[..., None, :]) @ below
     return between.masked_fill(~seen, -torch.inf).exp(), (gates @ on_path.mT).exp()[..., None]
 

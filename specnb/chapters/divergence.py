@@ -213,9 +213,8 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 f"layer {layer} MoE weights, owner of what is read": " ".join(sorted(owners))
                 or NOTHING,
             }
-        column["first draft token"] = (
-            outcome.logits[0][-1].argmax().item()
-        )  # the first feed is the prompt
+        # the first feed is the prompt
+        column["first draft token"] = outcome.logits[0][-1].argmax().item()
         columns[f"{name} {says}"] = column
     table = pd.DataFrame(columns, dtype=object)
     ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)

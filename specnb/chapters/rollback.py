@@ -446,8 +446,8 @@ def draw_strategies(table: pd.DataFrame) -> go.Figure:
     )
     name_panels(figure)
     figure.update_yaxes(categoryarray=[*order.drop(CONTROL, errors="ignore"), CONTROL])
-    title = f"Live speedup of {readable(rows['target'].max())} over plain decoding, "
-    title += (
+    title = (
+        f"Live speedup of {readable(rows['target'].max())} over plain decoding, "
         f"{rows['n_prompts'].max()} passages<br>{ORACLE}; no mark: not available in that engine"
     )
     return dress(figure, "rollback_strategies", title_text=title)

@@ -123,9 +123,8 @@ def parts(n: dict[str, int]) -> pd.DataFrame:
         "inputs before the convolution, a token": n["pre_conv"],
     }
     frame = pd.DataFrame(rows.items(), columns=["quantity", "n_bytes"])
-    return frame.assign(
-        times_smaller=(n["snapshot"] / frame["n_bytes"]).round(1)
-    )  # inf if nothing is stored
+    # inf if nothing is stored
+    return frame.assign(times_smaller=(n["snapshot"] / frame["n_bytes"]).round(1))
 
 
 def tabulate_memory(n: dict[str, int]) -> pd.DataFrame:

@@ -218,6 +218,7 @@ def faults(as_json: Json = False) -> None:
     )
 
 
+# in the usual order of use
 for command in (
     investigate,
     capture,
@@ -225,5 +226,5 @@ for command in (
     audit,
     audit_text,
     faults,
-):  # in the usual order of use
+):
     app.command()(command)

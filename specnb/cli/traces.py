@@ -129,9 +129,8 @@ def compare(
     from specnb.divergence.offline import compare_traces
     from specnb.divergence.trace import ModuleTrace, rename_all
 
-    renames = dict(
-        word.rpartition("=")[::2] for word in rename or ()
-    )  # at the last "=": lookaheads contain some
+    # at the last "=": lookaheads contain some
+    renames = dict(word.rpartition("=")[::2] for word in rename or ())
     if "" in renames:
         raise InputError(
             f"--rename {' '.join(rename)}: write OLD=NEW, such as '^engine\\.=' to remove a prefix"

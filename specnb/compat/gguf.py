@@ -75,9 +75,8 @@ def _with_tokens(header: Header, described: Description) -> Description:
     texts = header.values[TOKENS]
     merges = header.values.get(MERGES)
     n_tokens = vocab.size
-    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (
-        n_tokens - 1
-    ):  # padding rows from a converter
+    # padding rows from a converter
+    while n_tokens and texts[n_tokens - 1] == b"[PAD%d]" % (n_tokens - 1):
         n_tokens -= 1
     return described.with_pieces(
         vocab,
@@ -102,9 +101,8 @@ def _tokenizer(header: Header) -> binding.FileTokenizer:
         if key.startswith("tokenizer.") or key == "general.name"
     ]
     pairs.append(_packed(ARCHITECTURE) + struct.pack("<I", STRING) + _packed("llama"))
-    if (
-        MERGES not in header.values
-    ):  # llama.cpp requires the key; a vocabulary without merges lacks it
+    # llama.cpp requires the key; a vocabulary without merges lacks it
+    if MERGES not in header.values:
         pairs.append(_packed(MERGES) + struct.pack("<IIQ", ARRAY, STRING, 0))
     try:
         return _open(b"GGUF" + struct.pack("<IQQ", 3, 0, len(pairs)) + b"".join(pairs))

@@ -140,9 +140,8 @@ def rounding(dtypes: Iterable[str]) -> float:
 def one_factor(gain: np.ndarray, error: np.ndarray, limit: float = ONE_FACTOR) -> float | None:
     """Return the single factor that explains these gains and relative L2 errors, or None."""
     middle = np.median(gain)
-    rest = np.sqrt(
-        np.clip(error**2 - (gain - 1) ** 2, 0, None)
-    )  # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+    # by Pythagoras: error^2 = (gain - 1)^2 + rest^2
+    rest = np.sqrt(np.clip(error**2 - (gain - 1) ** 2, 0, None))
     off = max(np.abs(gain - middle).max(), np.median(rest))
     # All gains are also near 0 if the output is small and unrelated to the correct one.
     return middle if off < limit * min(abs(middle - 1), middle) else None

@@ -40,9 +40,8 @@ def make(role: str, *, seed: int = 0, dtype: str = "float32") -> Module:
     """Return one model of the pair, "draft" or "target". Leaves global random generators alone."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    config = GptOssConfig(
-        **copy.deepcopy(SHAPES["shared"] | SHAPES[role])
-    )  # transformers modifies its arguments
+    # transformers modifies its arguments
+    config = GptOssConfig(**copy.deepcopy(SHAPES["shared"] | SHAPES[role]))
     with torch.random.fork_rng(devices=[]):  # building draws weights, which are overwritten below
         model = GptOssForCausalLM(config).eval()
     # Each role has its own random stream, so that the two models share no weights.

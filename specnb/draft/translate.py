@@ -97,9 +97,10 @@ class TokenIntersection(LanguageModel):
         spelled = encode_exact(self.model, b"", text) or tuple(self._speller.spell(text))
         if spelled:
             return spelled
+        # for text that the model cannot spell
         ends = (
             self.model.vocab.eos,
             self.model.vocab.bos,
             0,
-        )  # for text that the model cannot spell
+        )
         return (next(end for end in ends if end is not None),)

@@ -151,9 +151,8 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
             for prompt in (prompts[0], *prompts)
         ]
         del rounds[0]  # warm-up
-        counts = np.array(
-            [[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds]
-        )  # (prompts, models, 2)
+        # (prompts, models, 2)
+        counts = np.array([[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds])
         totals = counts.sum(axis=0)
         rates = totals[:, 0] / totals[:, 1]
         fastest = int(rates.argmax())

@@ -228,18 +228,16 @@ class HeadsEvidence:
 
         Columns: head, accuracy, low, high, n.
         """
-        counts = np.stack(
-            [count_ranks([of])[:, [0, -1]] for of in self.scores], axis=1
-        )  # (heads, prompts, 2)
+        # (heads, prompts, 2)
+        counts = np.stack([count_ranks([of])[:, [0, -1]] for of in self.scores], axis=1)
         rows = [(head, *share_interval(of), of[:, 1].sum()) for head, of in enumerate(counts)]
         return pd.DataFrame(rows, columns=["head", "accuracy", "low", "high", "n"])
 
     @cached_property
     def served(self) -> pd.DataFrame:
         """alpha_k of the chains: position (from 1), alpha, low, high, accepted, tested."""
-        counts = np.stack(
-            [served_counts(chain) for chain in self.chains], axis=1
-        )  # (positions, prompts, 2)
+        # (positions, prompts, 2)
+        counts = np.stack([served_counts(chain) for chain in self.chains], axis=1)
         tested = [of_prompts for of_prompts in counts if of_prompts[:, 1].any()]
         rows = [
             (k, *share_interval(rows), *rows.sum(0).astype(int)) for k, rows in enumerate(tested, 1)

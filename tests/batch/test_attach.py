@@ -159,9 +159,8 @@ def test_a_sound_server_gets_costs_a_best_k_and_no_findings(engine):
     judged = judge_replies(document)
     assert document["error"] == "" and document["engine"] == engine
     findings = [finding["check"] for finding in judged["findings"]]
-    assert findings == (
-        [] if engine == "llamacpp" else ["K ignored"]
-    )  # these engines take K only at startup
+    # these engines take K only at startup
+    assert findings == ([] if engine == "llamacpp" else ["K ignored"])
     first = judged["contents"][0]
     assert first["content"] == "all" and first["n_prompts"] == 6 and 2 < first["tau"] < 3.5
     assert len(judged["contents"]) == 6 and 1 <= first["best_k"] <= 4

@@ -35,9 +35,8 @@ def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
         raise SystemExit(
             f"the held-out text has {len(long)} passages of {WINDOW} tokens, {wanted} are asked for"
         )
-    return long[:: len(long) // wanted][
-        :wanted
-    ]  # both code and prose, which follow each other in the file
+    # both code and prose, which follow each other in the file
+    return long[:: len(long) // wanted][:wanted]
 
 
 def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:

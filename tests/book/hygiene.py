@@ -53,9 +53,8 @@ def normalise(path: Path) -> None:
     for cell in nb.cells:
         for key in CELL_LEFTOVERS:
             cell.metadata.pop(key, None)
-        CoalesceStreamsPreprocessor().preprocess_cell(
-            cell, {}, 0
-        )  # also drops what progress bars overwrote
+        # also drops what progress bars overwrote
+        CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)
         if not cell.metadata.get("tags", True):
             del cell.metadata["tags"]  # papermill adds an empty list to every cell
         if UNCHECKED in _tags(cell):

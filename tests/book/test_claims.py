@@ -167,7 +167,6 @@ def test_no_stored_check_failed_and_no_cell_contains_a_verdict(path):
 
 
 def test_an_estimate_of_few_prompts_has_no_interval():
-    row = pd.Series(
-        {"speedup": 1.25, "low": None, "high": None, "n_prompts": 3}
-    )  # as a record stores it
+    # as a record stores it
+    row = pd.Series({"speedup": 1.25, "low": None, "high": None, "n_prompts": 3})
     assert f"{claims.estimate(row):.2f}" == "1.25" and claims.estimate(row).n == 3

@@ -330,9 +330,8 @@ def test_an_unrecorded_value_is_named_in_the_error(tables):
 
 
 def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "specnb.measure.baseline.find_rivals", lambda name: []
-    )  # no other engine is timed
+    # no other engine is timed
+    monkeypatch.setattr("specnb.measure.baseline.find_rivals", lambda name: [])
     file = str(llama_gguf(tmp_path / "tiny.gguf", n_ctx=1024, all_bytes=True))
     options = {
         "source": "",
@@ -348,9 +347,8 @@ def test_a_pair_is_examined_and_its_page_reports_the_results(tmp_path, monkeypat
     assert {r["temperature"] for r in document["predicted"]} == {0.0, 0.7}
     assert all(str(document["k"]) in line for line in document["flags"].values())
     assert document["conclusion"] in page and document["costs"] in page and "@ABOVE@" not in page
-    assert stored(
-        results_dir() / "09_explorer" / document["run_id"]
-    )  # `specnb explore` can reopen it
+    # `specnb explore` can reopen it
+    assert stored(results_dir() / "09_explorer" / document["run_id"])
 
 
 def test_names_are_quoted_in_the_shell_commands_on_the_page_of_a_pair(tmp_path):

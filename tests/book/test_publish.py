@@ -309,8 +309,7 @@ def test_with_a_browser_every_file_is_written_in_the_size_of_the_layout(nothing_
     assert sidecar["skipped"] == {} and sidecar["files"] == {
         file: digest(folder / file) for file in images
     }
-    assert (folder / "speed.png").read_bytes()[16:24] == bytes(
-        [0, 0, 5, 120, 0, 0, 2, 88]
-    )  # 1400 x 600
+    # 1400 x 600
+    assert (folder / "speed.png").read_bytes()[16:24] == bytes([0, 0, 5, 120, 0, 0, 2, 88])
     svg = ET.parse(folder / "speed.svg").getroot()
     assert (svg.get("width"), svg.get("height")) == ("700", "300")

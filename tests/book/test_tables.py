@@ -91,9 +91,8 @@ def test_the_k_sweep_equals_one_computed_by_hand():
         key: pytest.approx(values) for key, values in expected.items()
     }
     code = frame.iloc[3]
-    assert code["tokens_per_s"] == 11 / 8 and code["wall_speedup"] == pytest.approx(
-        62 / 9
-    )  # with prefill
+    # with prefill
+    assert code["tokens_per_s"] == 11 / 8 and code["wall_speedup"] == pytest.approx(62 / 9)
     assert code["over_fastest"] == pytest.approx(1.5 / 4)
     assert (
         code["identical"] == 1 and pd.isna(frame["identical"].iloc[5]) and frame["lossless"].all()
@@ -165,16 +164,18 @@ FAST = BASE.model_copy(update={"rounds": SAME.rounds})
         ([BASE, DIFFERS], [True], [True, True, True]),
         ([BASE, SAME, DIFFERS], [], [False, True, True]),
         ([BASE, SAME, DIFFERS], [False], [False, True, True]),
+        # more accepted than drafted
         (
             [BASE, changed(SAME, 0, n_accepted=3)],
             [],
             [True, False, True],
-        ),  # more accepted than drafted
+        ),
+        # more committed than accepted plus one
         (
             [BASE, changed(SAME, 0, n_accepted=1)],
             [],
             [True, False, True],
-        ),  # more committed than accepted plus one
+        ),
         ([FAST, SAME], [], [True, True, False]),
     ],
 )

@@ -61,17 +61,19 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
     plain = [g for g in study.record.generations if not g.k]
     turns = [f"turns.switching-01-{n}" for n in (1, 2, 3, 4)]
     texts = ["code-01", "code-02", "prose-01", "prose-02", *turns]
+    # the last two next to live runs
     assert [g.prompt_id for g in plain] == [
         *texts,
         "code-01",
         "prose-01",
-    ]  # the last two next to live runs
+    ]
     assert len(study.trace.recordings) == 8 * 2
     check = adaptive_k.live_check(study)
+    # lookup has no confidence
     assert len(check) == 2 * (4 + 5) and set(check["content"]) == {
         "code",
         "prose",
-    }  # lookup has no confidence
+    }
     lookup = check[check["drafter"].str.startswith("lookup")]
     assert lookup["same"].all() and check["same_text"].all() and check["near_tie"].isna().all()
 

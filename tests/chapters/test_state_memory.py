@@ -21,9 +21,8 @@ WIDTHS = {
     "conv_L_cache": 5,
 } | STATES
 """Distinct sizes, so that confusing two is an error."""
-MODELS = [
-    family for family in state_memory.KINDS if family in FAMILIES
-]  # the others share a row with them
+# the others share a row with them
+MODELS = [family for family in state_memory.KINDS if family in FAMILIES]
 
 
 def tiny(family):

@@ -79,9 +79,8 @@ def test_describe_reports_whether_a_model_opens_and_its_drafters(specnb):
 def test_certify_prints_a_certificate_and_exits_with_one_if_it_is_below_64(
     specnb, tiny, monkeypatch, widest
 ):
-    specnb(
-        "describe", "--certify", tiny
-    )  # opening it probes and caches the certificate, which must be the true one
+    # opening it probes and caches the certificate, which must be the true one
+    specnb("describe", "--certify", tiny)
     monkeypatch.setattr(
         "specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths))
     )

@@ -215,8 +215,7 @@ def generate(specnb, open_with):
 def test_a_draft_that_is_never_accepted_is_reported_in_one_line(generate, words):
     code, out, err = generate(*words.split(), "--json")
     triage = json.loads(out)["triage"]
-    remarks = [
-        line for line in errors(err) if "busy" not in line
-    ]  # about the machine, not the draft
+    # about the machine, not the draft
+    remarks = [line for line in errors(err) if "busy" not in line]
     expected = [f"specnb: {triage}"] if "other" in words else []
     assert code == 0 and remarks == expected and bool(triage) == bool(expected)

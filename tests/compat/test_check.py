@@ -48,25 +48,28 @@ def lacking_letters(_text):
     [
         (made(*ABC), Verdict.DROP_IN, True, True),
         (made(*ABC, padding=3), Verdict.SLICING, True, False),  # padding is not a mismatch
+        # both engines are wrong to refuse it
         (
             made(*ABC, padding=200),
             Verdict.SLICING,
             False,
             False,
-        ),  # both engines are wrong to refuse it
+        ),
         (made(*ABC, b"<new>"), Verdict.SLICING, True, False),
+        # transformers is wrong to accept it
         (
             made(*ABC[:6], b"?", *ABC[7:]),
             Verdict.TRANSLATION,
             False,
             True,
-        ),  # transformers is wrong to accept it
+        ),
+        # llama.cpp does not compare ids below 5
         (
             made(b"?", *ABC[1:]),
             Verdict.TRANSLATION,
             True,
             True,
-        ),  # llama.cpp does not compare ids below 5
+        ),
         (made(*[p + p for p in ABC]), Verdict.IMPOSSIBLE, False, True),
         (made(*ABC[::-1], kind="wpm"), Verdict.IMPOSSIBLE, False, True),
         (CONTROL, Verdict.IMPOSSIBLE, False, True),  # control tokens never match text
@@ -145,20 +148,22 @@ REPORT = [
         True,
         {"modified draft"},
     ),
+    # "vocab mismatch"
     (
         "deepseek-r1-distill-qwen-32b",
         "deepseek-r1-distill-qwen-1.5b",
         Verdict.SLICING,
         True,
         set(),
-    ),  # "vocab mismatch"
+    ),
+    # "token mismatch"
     (
         "deepseek-r1-distill-qwen-32b",
         "qwen2.5-0.5b-instruct",
         Verdict.TRANSLATION,
         False,
         set(),
-    ),  # "token mismatch"
+    ),
     (
         "qwen3-coder-480b-a35b-instruct",
         "pard-qwen3-0.6b",
@@ -166,13 +171,14 @@ REPORT = [
         True,
         {"modified draft"},
     ),
+    # "BOS token mismatch"
     (
         "qwen3-coder-480b-a35b-instruct",
         "qwen3-0.6b",
         Verdict.DROP_IN,
         True,
         set(),
-    ),  # "BOS token mismatch"
+    ),
     ("qwen2.5-72b", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),  # to be tried next
     ("qwen2.5-72b-instruct", "qwen2.5-0.5b-instruct", Verdict.SLICING, True, set()),
     (

@@ -200,11 +200,12 @@ def test_a_dequantized_folder_has_the_description_of_its_gguf():
 @pytest.mark.parametrize(
     ("tokenizer", "files", "value"),
     [
+        # not allocated
         (
             json.dumps(BYTE_LEVEL).replace('"a": 97', '"a": 4000000000'),
             {},
             "4000000000",
-        ),  # not allocated
+        ),
         (BYTE_LEVEL, {"config": QWEN | {"pad_token_id": 272}}, "pad_token_id is 272"),
         (None, {"config": QWEN | {"pard_token": 272}}, "pard_token is 272"),
         (None, {"config": {"text_config": QWEN, "eos_token_id": [3, 272]}}, "eos_token_id is 272"),

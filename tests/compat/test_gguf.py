@@ -183,9 +183,8 @@ def test_missing_and_out_of_range_values_get_llama_cpps_defaults(tmp_path):
 def test_sentencepiece_and_wordpiece_match_llama_cpp(tmp_path, model):
     tokens = [t.decode() for t in sentencepiece_tokens(all_bytes=True)]
     kinds = {"<unk>": UNKNOWN, "<s>": CONTROL, "</s>": CONTROL}
-    kinds |= (
-        {b.decode(): BYTE for b in BYTES} if model != "bert" else {}
-    )  # in bert files, they end llama.cpp's process
+    # in bert files, they end llama.cpp's process
+    kinds |= {b.decode(): BYTE for b in BYTES} if model != "bert" else {}
     types = [kinds.get(t, NORMAL) for t in tokens]
     scores = [float(i) for i in range(len(tokens))]
     stated = ggml(model=model, tokens=tokens, scores=scores, token_type=types)

@@ -20,9 +20,8 @@ def test_a_prediction_is_the_mean_over_all_outcomes_and_within_the_bound(reach, 
     """A perfect draft reaches the bound: only tokens out of its reach end a round early."""
     made = predict(reach, k, quality)
     a = reach * quality
-    outcomes = [
-        a**n * (1 - a if n < k else 1) for n in range(k + 1)
-    ]  # P(n draft tokens are accepted)
+    # P(n draft tokens are accepted)
+    outcomes = [a**n * (1 - a if n < k else 1) for n in range(k + 1)]
     kept = sum(n * p for n, p in enumerate(outcomes))
     assert made.tau == pytest.approx(1 + kept) and made.acceptance_rate == pytest.approx(kept / k)
     assert made.tau <= bound(reach, k) + 1e-9 and 0 <= made.acceptance_rate <= 1

@@ -132,12 +132,13 @@ def test_none_is_the_default_of_all_settings_and_numbers_may_be_from_numpy():
         ({}, (2, 3, 4), "cd", "eog"),  # EOG is in the ids, but not in the text
         ({"max_new_tokens": 6, "ignore_eog": True}, (2, 3, 4, 0, 1, 2), "cdabc", "length"),
         ({"max_new_tokens": 0}, (), "", "length"),
+        # one stop string, not one per letter
         (
             {"stop": "da", "ignore_eog": True},
             (2, 3, 4, 0),
             "c",
             "stop_string",
-        ),  # one stop string, not one per letter
+        ),
         ({"stop": ("zz", "da"), "ignore_eog": True}, (2, 3, 4, 0), "c", "stop_string"),
     ],
 )

@@ -125,10 +125,11 @@ def test_every_second_of_a_round_is_counted_once(monkeypatch):
     spy.commit = taking(2, spy.commit)
     monkeypatch.setattr(accept, "walk_drafts", taking(0.5, accept.walk_drafts))
     assert times(drafter=spy, k=3, max_new_tokens=8) == [(5, 10, 3, 0.5, 14)] * 2
+    # the first forward pass is the prefill
     assert times(max_new_tokens=2) == [
         (0, 0, 0, 0, 0),
         (0, 10, 0, 0, 10),
-    ]  # the first forward pass is the prefill
+    ]
 
 
 # 0 and 1 end a generation; 1 is not a control token, so its piece could be shown; 2 is a control
@@ -166,9 +167,8 @@ def stopping(n=100, *strings, ignore_eog=False):
     st.booleans(),
 )
 @example([3, 8], [1] * 14, 9, ["y", "x"], False)  # both are in one token: the text ends before x
-@example(
-    [3, 2, 9, 5], [1] * 14, 9, ["ac"], False
-)  # the control token and the empty one have no text
+# the control token and the empty one have no text
+@example([3, 2, 9, 5], [1] * 14, 9, ["ac"], False)
 def test_any_split_into_blocks_ends_at_the_first_prefix_that_meets_a_rule(
     ids, sizes, n, strings, ignore_eog
 ):

@@ -163,9 +163,8 @@ def test_sound_runs_must_have_the_compared_text(single):
     other = single.traced(script=Script.blocks(text, width=5))
     with pytest.raises(InputError, match="no position 17"):
         compare_traces(single.reference, single.reference, sound=[other])
-    candidate = single.traced(
-        script=Script.blocks(TEXT[:-1], width=5)
-    )  # the sound run has all of these tokens
+    # the sound run has all of these tokens
+    candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))
     assert compare_traces(single.reference, candidate, sound=[other]).verdict in (
         "SOUND",
         "PRECISION_ONLY",

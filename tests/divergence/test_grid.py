@@ -11,11 +11,12 @@ from tests.benchmarks.divergence_score.tools import LAB, RULES
 
 @pytest.mark.slow
 def test_a_score_counts_right_answers_and_can_be_saved(tmp_path, monkeypatch):
+    # few feeds per run
     for name, between in (
         ("TEXTS", (13, 16)),
         ("PROMPTS", (8, 10)),
         ("ROUNDS", (2, 4)),
-    ):  # few feeds per run
+    ):
         monkeypatch.setattr(grid, name, between)
     faults = ("kv_slot_swap", "uniform_offset")
     scored = score(seeds=1, layers=(0,), dtypes=("float32",), faults=faults, controls=False)

@@ -63,9 +63,8 @@ ROUND = st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 4), st.bo
     rounds=st.lists(ROUND, max_size=6),
     temperature=st.sampled_from([0.0, 0.8]),
 )
-@example(
-    before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0
-)  # beyond the short context
+# beyond the short context
+@example(before=[0], prompt=[0] * 12, rounds=[(1, 0, 0, False)], temperature=0.0)
 @settings(max_examples=60, deadline=None)
 def test_a_proposal_is_valid_and_equals_that_of_a_fresh_drafter(
     make, before, prompt, rounds, temperature

@@ -177,9 +177,8 @@ def test_a_node_is_bit_identical_to_its_path_and_a_chain_to_single_steps(dtype, 
             path = tree.path(leaf)
             same(rows[path], model.forward([ids[node] for node in path]))
             model.rewind(len(path))
-    monkeypatch.setattr(
-        decoder, "_paths", lambda n, tree: [(None, list(range(n)))]
-    )  # a chain needs no gather
+    # a chain needs no gather
+    monkeypatch.setattr(decoder, "_paths", lambda n, tree: [(None, list(range(n)))])
     for held, length in ((20, 1), (20, 6), (61, 6)):
         from_scratch(model, IDS[:held], 0)
         steps = np.concatenate([model.forward([token]) for token in IDS[-length:]])

@@ -178,9 +178,8 @@ def test_a_hub_gguf_opens_by_type_or_name_and_is_downloaded_once(hub, monkeypatc
     )
     assert weights_bytes(parse("hf:ORG/NAME:Q2_K?revision=v1")) == 2 * parts.stat().st_size
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert (
-        local_file(parse("hf:ORG/NAME/tiny-q8_0.gguf?revision=v1")).name == "tiny-q8_0.gguf"
-    )  # from the cache
+    # from the cache
+    assert local_file(parse("hf:ORG/NAME/tiny-q8_0.gguf?revision=v1")).name == "tiny-q8_0.gguf"
     assert describe("hf:ORG/NAME:Q8_0?revision=v1").vocab.size == model.vocab.size and len(hub) == 3
     with pytest.raises(FetchError, match=r"HF_HUB_OFFLINE.*\.gguf"):
         load("hf:ORG/NAME/other.gguf")

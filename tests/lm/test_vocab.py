@@ -104,9 +104,8 @@ def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     assert vocab.eog == {0, 1, 5, 7} and vocab.special == {0}
     assert vocab.decode([0, size - 1]) == "<tool>"  # an added token that is not special is text
     assert {bytes([b]) for b in range(256)} <= set(vocab.pieces)
-    padded, shorter = (
-        tokenizer_vocabulary(byte_level, config(size + n), None) for n in (40, -3)
-    )  # padding rows of the logits
+    # padding rows of the logits
+    padded, shorter = (tokenizer_vocabulary(byte_level, config(size + n), None) for n in (40, -3))
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[258:] == (b"\xff", b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")

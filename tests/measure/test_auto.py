@@ -48,6 +48,5 @@ def test_an_unused_draft_model_does_not_process_the_prompt():
     draft.forward = lambda *_, **__: pytest.fail("it was read")
     drafted = generate(toy.cyclic(5), [0, 1, 2, 3, 4] * 3, drafter=router, max_new_tokens=20)
     assert drafted.token_ids == tuple(range(5)) * 4
-    assert (
-        judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1
-    )  # of the model; suffix does draft
+    # of the model; suffix does draft
+    assert judge_drafts(router, drafted, None)["what_paid"].count("no drafts") == 1

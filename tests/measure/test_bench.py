@@ -139,9 +139,8 @@ def test_the_best_of_several_without_gain_rarely_pays(tried):
     """Its interval without widening is above 1 about twice as often as the nominal 2.5 %."""
     rng = np.random.default_rng(3)
     shared = 0.2 * rng.standard_normal((1000, 1, 12))  # the K are correlated
-    seconds = np.exp(
-        -shared - 0.2 * rng.standard_normal((1000, tried, 12)) - 0.2**2
-    )  # 1 on average
+    # 1 on average
+    seconds = np.exp(-shared - 0.2 * rng.standard_normal((1000, tried, 12)) - 0.2**2)
     of_best = seconds[np.arange(1000), seconds.sum(-1).argmin(-1)].T
     value = 12 / of_best.sum(0)
     without = 11 / (of_best.sum(0) - of_best)

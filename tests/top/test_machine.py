@@ -105,16 +105,18 @@ ANON = f"anon 7\ninactive_file {2 * GIB}\nactive_file 77"
     ("path", "groups", "free"),
     [
         ("0::/", {"": {"max": "max", "high": 2 * GIB, "current": GIB}}, 1),  # a soft limit
+        # file pages that the kernel drops
         (
             "0::/",
             {"": {"max": 4 * GIB, "current": 3 * GIB, "stat": ANON}},
             3,
-        ),  # file pages that the kernel drops
+        ),
+        # the lowest
         (
             "0::/a",
             {"a/": {"max": 8 * GIB, "current": GIB}, "": {"max": 4 * GIB, "current": 3 * GIB}},
             1,
-        ),  # the lowest
+        ),
         ("4:cpu,cpuacct:/c\n0::/a/b", {"a/b/": {"max": 3 * GIB, "current": GIB}}, 2),
         ("0::/docker/of/the/host", {"": {"max": GIB, "current": 2 * GIB}}, 0),
         ("0::/../../elsewhere", {"elsewhere/": {"max": 0, "current": 0}}, 5),
@@ -198,6 +200,7 @@ def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_pas
         [(1, 1.0)] * (40 - slow) + [(1, 20.0)] * slow + [(9, 20.0)] * 9 + [(0, 1e-9), (0, 1.0)]
     )
     contention = neighbours.contention(caps(threads), forwards)
+    # width 9 is usual, width 0 computes nothing
     assert contention == (
         is_busy,
         others,
@@ -205,7 +208,7 @@ def test_a_machine_is_busy_if_other_processes_leave_too_few_cores_or_forward_pas
         threads,
         slow,
         51,
-    )  # width 9 is usual, width 0 computes nothing
+    )
 
 
 def test_the_number_of_threads_follows_the_free_cores(clock):

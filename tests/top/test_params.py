@@ -78,9 +78,8 @@ def test_from_cell_uses_the_fields_ignores_other_names_and_lists_every_missing_f
         "temperatures": [1, 0],
     }
     values = KSweepParams.from_cell(cell)
-    assert values == KSweepParams(
-        ks=[1, 4, 8], temperatures=[1.0, 0.0]
-    )  # sorted; in order, as floats
+    # sorted; in order, as floats
+    assert values == KSweepParams(ks=[1, 4, 8], temperatures=[1.0, 0.0])
     with pytest.raises(ValidationError, match="frozen"):
         values.seed = 3
     without_sizes = {

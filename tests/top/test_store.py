@@ -198,9 +198,8 @@ def test_the_run_id_depends_on_name_and_values_only():
         len({first, store.run_id("01_k_sweep", {"k": 4}), store.run_id("01_k_sweep", {"k": "4"})})
         == 3
     )
-    assert (
-        store.run_id("x", {}) == "77f689c4813e"
-    )  # it names folders, so it must not change between versions
+    # it names folders, so it must not change between versions
+    assert store.run_id("x", {}) == "77f689c4813e"
 
 
 @pytest.mark.parametrize(
@@ -283,8 +282,7 @@ def test_a_headless_run_saves_into_its_own_folder(rich, tmp_path, monkeypatch):
     assert store.save(second) == own / "01_k_sweep" / "second"
     assert store.load_record(own) == rich  # the second record did not replace the first
     assert len(store.query("select * from runs")) == 2
-    assert {store.figures_dir(record) for record in (rich, second)} == {
-        own / "figures"
-    }  # also when it runs again
+    # also when it runs again
+    assert {store.figures_dir(record) for record in (rich, second)} == {own / "figures"}
     elsewhere = tmp_path / "elsewhere"
     assert store.save(rich, elsewhere) == elsewhere / "01_k_sweep" / "abc123"

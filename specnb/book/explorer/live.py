@@ -117,9 +117,8 @@ class Workbench:
         the machine was busy. Raises the errors of `load`, `load_drafter` and `generate`.
         """
         chosen = [p for p in self.chosen if setting.content in (ALL, p.category)]
-        chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][
-            :LIVE_PROMPTS
-        ]  # from different contents
+        # from different contents
+        chosen = chosen[:: max(1, len(chosen) // LIVE_PROMPTS)][:LIVE_PROMPTS]
         if prompt.strip():
             messages = [{"role": "user", "content": prompt}]
             form = {"messages": messages} if chosen[0].messages else {"text": prompt}

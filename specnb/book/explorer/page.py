@@ -92,9 +92,8 @@ def _recording(recording: Recording) -> Json:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
-        keep.append(
-            chances[: chances.index(0) + 1] if 0 in chances else chances
-        )  # rounds end at a 0
+        # rounds end at a 0
+        keep.append(chances[: chances.index(0) + 1] if 0 in chances else chances)
     rows = {"p": recording.p_target, "q": recording.q_draft}
     return {
         "drafter": recording.drafter,

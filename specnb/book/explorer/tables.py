@@ -83,9 +83,8 @@ class Tables:
             )
         self.k_max = min(r.k_max for r in self.recordings)
         self.drafters = tuple(dict.fromkeys(r.drafter for r in self.recordings))
-        self.models = {
-            r.drafter for r in self.recordings if r.beliefs
-        }  # only draft models have beliefs
+        # only draft models have beliefs
+        self.models = {r.drafter for r in self.recordings if r.beliefs}
         self.contents = tuple(dict.fromkeys(r.category for r in self.recordings))
         self.samplings = tuple(
             sorted({(r.temperature, r.top_p) for r in self.recordings}, key=lambda s: (s[0], -s[1]))
@@ -244,9 +243,8 @@ def check_explorer(tables: Tables) -> pd.DataFrame:
     totals = split(tables.exact)[1]
     greedy = totals[[not r.temperature for r in tables.recordings]]
     rounds, drafted, accepted, _ = np.moveaxis(totals, -1, 0)
-    over = (
-        rounds + accepted - tables.n_tokens[:, None]
-    )  # the last round adds no token of the target, or one
+    # the last round adds no token of the target, or one
+    over = rounds + accepted - tables.n_tokens[:, None]
     costs = (1.1, 0.1), (4.0, 0.5)
     cheap, expensive = (
         tables.seconds(tables.exact, Cost.straight(CUSTOM, *cost)) for cost in costs

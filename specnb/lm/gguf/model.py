@@ -125,9 +125,8 @@ class Plan:
             raise InputError(
                 f"rollback_depth is {self.depth}, but llama.cpp fails on more than {DEPTH} for LFM2"
             )
-        return min(
-            self.depth, max(0, min(MAX_BATCH, self.room) - 2)
-        )  # more would fail a GGML_ASSERT
+        # more would fail a GGML_ASSERT
+        return min(self.depth, max(0, min(MAX_BATCH, self.room) - 2))
 
 
 class GgufModel(RewindableModel):

@@ -282,9 +282,8 @@ class Decoder:
         mask = mask_call(n, n_held, shared, size, self.dtype)
         n_keys = mask.shape[3]
         queries = torch.zeros(1, G, size, d, dtype=self.dtype)
-        filled = (
-            queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)
-        )  # (n, G, shared, d)
+        # (n, G, shared, d)
+        filled = queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)
         keys, values = (self.cache[:, part, None, :, :n_keys].unbind() for part in (0, 1))
 
         def attend(q: Tensor, layer: int, _new: Tensor) -> Tensor:

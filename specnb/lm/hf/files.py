@@ -194,9 +194,8 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
             continue
         parent, _, child = module_name.rpartition(".")
         order = None
-        if (
-            architecture == "llama" and child in heads
-        ):  # llama.cpp rotates neighbors, transformers halves
+        # llama.cpp rotates neighbors, transformers halves
+        if architecture == "llama" and child in heads:
             order = (
                 np.arange(len(module.weight)).reshape(heads[child], -1, 2).swapaxes(1, 2).ravel()
             )
