@@ -101,7 +101,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             drafted = runs[name]
             pairs = [*zip(drafted, runs[PLAIN], strict=True)]
             times = [(g.n_decoded, g.decode_s, p.n_decoded, p.decode_s) for g, p in pairs]
-            speed = interval(times, rate_ratio)
+            speedup, low, high = interval(times, rate_ratio)
             fit = drafter.translation
             if name == OWN_VOCABULARY and (fit is None or fit.way is Translation.SLICING):
                 quality = chance_of(drafted)  # without translation: the draft model's quality
@@ -126,10 +126,10 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
                 "tau_bound": bound(in_reach, params.k),
                 "same_text": None if params.temperature else same_text,
                 "rate_needed": needed,
-                "speedup": speed.value,
-                "low": speed.low,
-                "high": speed.high,
-                "verdict": pays(speed.low, speed.high),
+                "speedup": speedup,
+                "low": low,
+                "high": high,
+                "verdict": pays(low, high),
             }
             rows.append(plain(row, nan=None))
         return study.record()
@@ -165,13 +165,13 @@ LOOKS = STYLE["verdicts"]
 def verdicts(matrix: pd.DataFrame) -> go.Figure:
     """Draw `check.matrix`: every pair with the color and letter of its verdict.
 
-    An additional l or t marks pairs that llama.cpp's or transformers' own check judges wrongly.
+    An l or t marks pairs whose verdict llama.cpp's or transformers' own check contradicts.
     """
     names = matrix["target"].unique()
     order = list(LOOKS)
     letters = matrix["verdict"].map(lambda verdict: LOOKS[verdict][0])
     fits = matrix["verdict"].isin([Verdict.DROP_IN, Verdict.SLICING])
-    for mark, engine in {" l": "llama_cpp", " t": "transformers"}.items():
+    for mark, engine in {" <b>l</b>": "llama_cpp", " <b>t</b>": "transformers"}.items():
         letters += np.where(matrix[engine].notna() & (matrix[engine] != fits), mark, "")
     steps = [
         (at / len(order), colour)
@@ -205,7 +205,7 @@ def verdicts(matrix: pd.DataFrame) -> go.Figure:
         figure,
         "verdicts",
         width=side + 120,
-        height=side + 60,
+        height=side + 100,
         xaxis_categoryarray=names,
         title_text=title,
     )
@@ -233,6 +233,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         marker_size=11,
         showlegend=True,
         textposition="middle right",
+        texttemplate="   %{text}",
     )
     figure.add_scatter(
         x=drawn["text_shared"],

@@ -301,11 +301,12 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     """
     table = tabulate_misleading(investigation)
     wrong = table["ratio"] > TIMES_FLOOR
+    setup = investigation.outcome().setup
     title = "No module is wrong on its own inputs"
     if wrong.any():
         first = table.loc[wrong.idxmax()]
         title = (
-            "First wrong module: "
+            f"First wrong module in {setup.id} ({setup.says}): "
             f"std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
         )
     lines = table[["std", "relative_l2"]].set_axis(
@@ -430,11 +431,12 @@ def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) ->
         y = table.index.get_loc(name)
         box = {"x0": x - 0.5, "x1": x + 0.5, "y0": y - 0.42, "y1": y + 0.42}
         figure.add_shape(type="rect", line_color="#111", line_width=2, **box)
-        anchor, shift = ("left", 10) if x < 0.8 * len(modules) else ("right", -10)
+        anchor, shift = ("left", 7) if x < len(modules) / 2 else ("right", -7)
         figure.add_annotation(
             x=x,
             y=y,
-            text=modules[x].removeprefix("layers."),
+            text=modules[x],
+            bgcolor="rgba(255, 255, 255, 0.9)",
             xanchor=anchor,
             xshift=shift,
             showarrow=False,
