@@ -132,7 +132,7 @@ class Server:
         with reaching(f"{self.place}/v1/models (expected {', '.join(ENGINES)})"):
             model = json.loads(self.ask("/v1/models"))["data"][0]
             path, field, _ = ENGINES[model["owned_by"]]
-            facts = {"engine": model["owned_by"], "model": model["id"], "build": "unknown"}
+            facts = {"engine": model["owned_by"], "model": model["id"], "build": "unknown build"}
             with suppress(ServerError):
                 facts["build"] = str(json.loads(self.ask(path)).get(field))
             return facts
@@ -249,6 +249,7 @@ def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecor
     chosen = first_of_each(prompts(source=params.prompts), params.prompts_per_category)
     study = Experiment("10_your_server", params, chosen)
     study.measured = attach(params, chosen, progress) if params.server else read_json(RECORDING)
+    study.measured["build"] = study.measured["build"].replace("b0-unknown", "unknown build")
     study.models = [{"role": "target", "id": study.measured["model"], "sha256": None}]
     if study.measured["runs"]:
         study.measured = plain(study.measured | judge_replies(study.measured), nan=None)

@@ -29,7 +29,7 @@ from pydantic import BaseModel, BeforeValidator, FailFast, Field
 from specnb.errors import InputError
 from specnb.io import read_text, reading, validated
 from specnb.measure.cost import Cost
-from specnb.measure.intervals import FEWEST, Interval, interval, pays, rate_ratio
+from specnb.measure.intervals import Interval, interval, pays, rate_ratio
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
 from specnb.measure.triage import PERFECT, REMEDIES, Share, signs_by_position
@@ -404,7 +404,8 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
 
     `tau` and `speedup` assume that draft tokens in gaps are accepted as often as elsewhere;
     `tau_low` and `tau_high` assume that none and all of them are. `low` and `high` assume the same
-    and include the interval over requests. `own` marks the log's K.
+    and include the interval over requests; they are NaN for fewer than FEWEST. `own` marks the
+    log's K.
     """
     ks = range(1, k_max + 1)
     logged = max(max(request.drafted) for request in requests)
@@ -414,41 +415,29 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
         of_requests = [every_k(request.recording(k_max, gaps), ks) for request in requests]
         filled.append(zip(*of_requests, strict=True))
     rows = []
-    n = len(requests)
     for cost, (k, *counts) in product(costs, zip(ks, *filled, strict=True)):
         taus = [
             sum(c.n_tokens for c in of_gaps) / sum(c.rounds for c in of_gaps) for of_gaps in counts
         ]
         middle, never, always = (_speedup(of_gaps, cost) for of_gaps in counts)
-        ends = np.fmin(never.low, never.value), np.fmax(always.high, always.value)
-        rows.append((cost.name, k, *taus, middle.value, *ends, k == logged, n))
-    columns = [
-        "machine",
-        "k",
-        "tau",
-        "tau_low",
-        "tau_high",
-        "speedup",
-        "low",
-        "high",
-        "own",
-        "n_requests",
-    ]
+        ends = np.minimum(never.low, never.value), np.maximum(always.high, always.value)
+        rows.append((cost.name, k, *taus, middle.value, *ends, k == logged))
+    columns = ["machine", "k", "tau", "tau_low", "tau_high", "speedup", "low", "high", "own"]
     return pd.DataFrame(rows, columns=columns)
 
 
 def advise(table: pd.DataFrame) -> dict[str, Any]:
     """Return the fastest K up to the log's own, from the rows of `sweep_log` for one machine.
 
-    `beyond` is a larger K that may be faster, or 0. With fewer than FEWEST requests the verdict is
-    `undecided`.
+    `beyond` is the fastest of the larger K that may be faster, or 0. Fewer than FEWEST requests
+    have no interval: the verdict is `undecided`, and every larger K may be faster.
     """
     answered = table["k"] <= table.loc[table["own"], "k"].max()
     best = table.loc[[table.loc[answered, "speedup"].idxmax()]].to_dict("records")[0]
-    faster = table[~answered & (table["high"] > best["high"])]
+    faster = table[~answered & ~(table["high"] <= best["high"])]
     return {name: best[name] for name in ("machine", "k", "speedup", "low", "high")} | {
-        "verdict": pays(best["low"], best["high"]) if best["n_requests"] >= FEWEST else "undecided",
-        "beyond": 0 if faster.empty else int(faster.loc[faster["high"].idxmax(), "k"]),
+        "verdict": pays(best["low"], best["high"]),
+        "beyond": 0 if faster.empty else int(faster.loc[faster["speedup"].idxmax(), "k"]),
     }
 
 

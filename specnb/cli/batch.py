@@ -9,6 +9,7 @@ from specnb import store
 from specnb.batch.run import INTERRUPTED
 from specnb.cli.show import Json, complain, frame_of, print_result, records_of, table_of
 from specnb.errors import InputError
+from specnb.io import plain
 
 
 def sweep(
@@ -136,18 +137,16 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
         f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"
     )
     best = "best K that the log can judge"
-    columns = [*advice[0]]
     if len(requests) < FEWEST:
         best += f"; {counted}: no verdict"
-        columns.remove("verdict")
     print_result(
         as_json,
-        document,
+        plain(document, nan=None),
         table_of("findings", faults, ["check", "evidence", "remedy"]) if faults else "",
         f"several numbers of rounds fit {len(unclear)} lines: {unclear}" if unclear else "",
         frame_of(
             "draft positions; tau if each of these rounds had ended its draft there", positions
         ),
         frame_of(title, table),
-        table_of(best, advice, columns),
+        table_of(best, advice, [*advice[0]]),
     )

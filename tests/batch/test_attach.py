@@ -163,7 +163,9 @@ def test_a_sound_server_gets_costs_a_best_k_and_no_findings(engine):
     assert findings == ([] if engine == "llamacpp" else ["K ignored"])
     first = judged["contents"][0]
     assert first["content"] == "all" and first["n_prompts"] == 6 and 2 < first["tau"] < 3.5
-    assert len(judged["contents"]) == 6 and 1 <= first["best_k"] <= 4
+    judgeable = [row["best_low"] > 0 for row in judged["contents"]]
+    assert judgeable == [True, True, False] * 2, "one prompt has no interval"
+    assert 1 <= first["best_k"] <= 4
     if engine == "llamacpp":
         assert judged["step_s"] == pytest.approx(STEP_MS / 1000, rel=0.02)
         assert judged["draft_token_s"] == pytest.approx(TOKEN_MS / 1000, rel=0.1)
