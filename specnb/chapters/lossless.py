@@ -185,7 +185,7 @@ def planted_figure(record: RunRecord) -> go.Figure:
 def misreported_q(drafter: Drafter, *, top_k: int) -> Iterator[None]:
     """Make the drafter sample from its `top_k` most likely tokens, but report the full q_draft.
 
-    See transformers#47932 and vllm#40149.
+    transformers#47932 reports such a q. (vllm#40149 is another fault: no q is passed at all.)
     """
     propose = drafter.propose
 
@@ -316,6 +316,7 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
     sound = run(drafter=drafter)
     cured = run(drafter=SameInputDrafter(drafter.model))
     judged = triage([cured], vocab_size=target.vocab.size)
+    sign = judged.line.partition("; ")[0]  # without the remedy
     # If the drafter appends to the text, it has the draft tokens, then the committed tokens.
     tokens = [*prompt_ids(target, prompt)]
     begun = len(tokens)
@@ -343,7 +344,7 @@ def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, 
         (
             "every draft token from the same input",
             cured.text,
-            f"{_kept(cured)}; {judged.line or judged.verdict}",
+            f"{_kept(cured)}; {sign or judged.verdict}",
         ),
         ("NaN in the logits", "", refused),
         ("the draft model's file is damaged", alone.text, fallback),
