@@ -276,6 +276,7 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     option = ""
     if cost:
         ends = f"95 % CI {first['low']:.2f} to {first['high']:.2f}"
+        ends = ends if first["n_prompts"] >= FEWEST else f"no interval below {FEWEST} prompts"
         line = (
             f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as "
             f"plain decoding, greedy ({ends})."
