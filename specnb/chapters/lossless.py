@@ -280,7 +280,7 @@ def related(seed: int) -> tuple[LanguageModel, LanguageModel]:
     def guess(prefix: tuple[int, ...]) -> np.ndarray:
         for part in parts:
             part.reset()
-        return np.mean([part.forward(prefix)[-1] for part in parts], axis=0)
+        return np.mean([part.forward(prefix[-1:])[0] for part in parts], axis=0)
 
     return markov(TOKENS, seed=seed), ToyLM(guess, parts[0].vocab, name="draft")
 
@@ -296,13 +296,11 @@ class SameInputDrafter(ModelDrafter):
     model: Any
 
     def propose(self, tokens: Sequence[int], k: int, picker: Picker) -> Proposal:
-        ids = []
-        for _ in range(k):
-            self.model.reset()
-            if picked := picker.pick(self.model.forward(tokens[:], n_logits=1)[0]):
-                ids.append(picked[0])
         self.model.reset()
-        return Proposal(tuple(ids))
+        logits = self.model.forward(tokens[:], n_logits=1)[0]
+        self.model.reset()
+        picks = [picker.pick(logits) for _ in range(k)]
+        return Proposal(tuple(picked[0] for picked in picks if picked))
 
     def commit(self, tokens: Sequence[int]) -> None:
         pass  # no state between rounds

@@ -2,15 +2,18 @@
 
     pip install xllamacpp
     python -m tests.benchmarks.your_server [PROMPTS_PER_CONTENT TOKENS THREADS]
+    python -m tests.benchmarks.your_server 2 24 2 --out your_server_coder.json \\
+        --target …/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf \\
+        --draft …/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 
 Runs the server in this process, on the default model with its 4-bit copy as draft model, at K = 8
 and plainly, and writes the measurements of `attach` to data/servers/xllamacpp.json, which notebook
-10 shows. Then runs K = 1 to 7, and writes the tokens per round and speed of each next to those
-computed from K = 8 alone. Takes half an hour on two cores.
+10 shows (not for another target). Then runs K = 1 to 7, and writes the tokens per round and speed
+of each next to those computed from K = 8 alone. Takes half an hour on two cores.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -116,15 +119,32 @@ def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main(each: int, tokens: int, threads: int) -> None:
-    chosen = [p for p in first_of_each(prompts(), each) if p.category in CONTENTS]
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("prompts_per_content", nargs="?", type=int, default=6)
+    parser.add_argument("tokens", nargs="?", type=int, default=64)
+    parser.add_argument("threads", nargs="?", type=int, default=2)
+    parser.add_argument("--target", default=TARGET)
+    parser.add_argument("--draft", default=DRAFT)
+    parser.add_argument("--out", type=Path, default=RECORD)
+    given = parser.parse_args()
+    models = given.target, given.draft
+    chosen = [
+        p for p in first_of_each(prompts(), given.prompts_per_content) if p.category in CONTENTS
+    ]
     documents = {}
     for k in [K, *range(1, K)]:
-        with serve(k, threads) as url, serve(0, threads) as plain_url, ProgressBar() as progress:
-            params = ServerParams(server=url, plain=plain_url, max_new_tokens=tokens)
+        with (
+            serve(k, given.threads, *models) as url,
+            serve(0, given.threads, *models) as plain_url,
+            ProgressBar() as progress,
+        ):
+            params = ServerParams(server=url, plain=plain_url, max_new_tokens=given.tokens)
             documents[k] = servers.attach(params, chosen, progress)
         assert not documents[k]["error"], documents[k]["error"]
-        if k == K:
+        if k == K and models == (TARGET, DRAFT):
             write_atomic(servers.RECORDING, json.dumps(plain(documents[k], nan=None)).encode())
     table = compare_ks(documents)
     print(table.round(3).to_string(index=False))
@@ -138,13 +158,13 @@ def main(each: int, tokens: int, threads: int) -> None:
             f"{100 * loss:.1f} % slower than the best measured"
         )
     document = {
-        "target": TARGET,
-        "draft": DRAFT,
+        "target": Path(given.target).name,
+        "draft": Path(given.draft).name,
         "upstream": upstream.BUILD_INFO,
         "rows": table.to_dict("records"),
     }
-    write_atomic(RECORD, json.dumps(plain(document, nan=None), indent=1).encode())
+    write_atomic(given.out, json.dumps(plain(document, nan=None), indent=1).encode())
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:] or (6, 64, 2)))
+    main()

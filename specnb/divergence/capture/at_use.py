@@ -10,14 +10,13 @@ identify the owner (`relabel`).
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from specnb.divergence.capture.tensors import digest_tensor
 from specnb.divergence.trace import NEIGHBOR, OWN, UNKNOWN, ModuleTrace
@@ -85,9 +84,7 @@ class AtUse(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors = [
-            operand for operand in tree_leaves((args, kwargs)) if isinstance(operand, Tensor)
-        ]
+        tensors = [operand for operand in _leaves(args, kwargs) if isinstance(operand, Tensor)]
         if self._running:
             reads = not getattr(func, "is_view", False)
             for tensor in tensors:
@@ -120,6 +117,15 @@ class AtUse(TorchDispatchMode):
             return func.redispatch(
                 torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)), *args, **kwargs
             )
+
+
+def _leaves(args: tuple, kwargs: dict) -> Iterator[object]:
+    """Yield operands, and those in lists: schemas nest no deeper. (Faster than `tree_leaves`.)"""
+    for operand in (*args, *kwargs.values()):
+        if isinstance(operand, list | tuple):
+            yield from operand
+        else:
+            yield operand
 
 
 def _memory(tensor: Tensor) -> int:
