@@ -58,6 +58,16 @@ class Tokens:
         return id_of
 
     @cached_property
+    def keys(self) -> frozenset[tuple[bytes, bool]]:
+        """The keys of `ids`, as a set that stores their hashes: intersections are faster."""
+        return frozenset(self.ids)
+
+    @cached_property
+    def n_pieces(self) -> int:
+        """The number of pieces without padding."""
+        return sum(map(bool, self.vocab.pieces))
+
+    @cached_property
     def sample(self) -> tuple[int, ...] | None:
         """The token ids of SAMPLE; None if the tokenizer cannot encode it exactly."""
         return encode_exact(self._model, b"", SAMPLE.encode())
@@ -120,9 +130,9 @@ def overlap(target: Tokens, draft: Tokens) -> VocabularyOverlap:
     if target.ids and draft.ids and ids_agree(target, draft):
         shared = sum(map(bool, min(target.by_id, draft.by_id, key=len)))
     else:
-        shared = len(target.ids.keys() & draft.ids.keys())
-    pieces = (sum(map(bool, tokens.vocab.pieces)) for tokens in (target, draft))
-    return VocabularyOverlap(shared, *pieces, target.uses(draft.ids), draft.uses(target.ids))
+        shared = len(target.keys & draft.keys)
+    uses = target.uses(draft.keys), draft.uses(target.keys)
+    return VocabularyOverlap(shared, target.n_pieces, draft.n_pieces, *uses)
 
 
 def ids_agree(target: Tokens, draft: Tokens) -> bool:
