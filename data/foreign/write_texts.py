@@ -80,10 +80,7 @@ def server_sources() -> Iterator[tuple[str, Write]]:
 
 def main() -> None:
     with closing(load("smollm2-135m:f16")) as model:
-        prompts = {
-            prompt.id: list(prompt_ids(model, prompt.without_template))
-            for prompt in round_robin(PROMPTS)
-        }
+        prompts = {prompt.id: list(prompt_ids(model, prompt)) for prompt in round_robin(PROMPTS)}
     rows = []
     for sources in (transformers_sources, binding_sources, server_sources):
         for source, write in sources():

@@ -62,7 +62,8 @@ def run_audit(params: LosslessParams, *, progress: Progress = silent) -> RunReco
         rows = study.measured["greedy"] = []
         for number, prompt in enumerate(study.chosen):
             progress(number, len(study.chosen), f"greedy: {prompt.id}")
-            run = partial(study.decode, prompt.without_template, ignore_eog=True)
+            text = prompt if target.vocab.chat_template else prompt.without_template
+            run = partial(study.decode, text, ignore_eog=True)
             plain = run()
             drafted = run(drafter=drafter, k=params.k)
             study.generations.append(drafted)

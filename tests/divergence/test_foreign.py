@@ -139,3 +139,4 @@ def test_the_shipped_texts_have_a_control_for_each_engine():
     engines = {text.source.partition(",")[0] for text in texts}
     assert engines == {"transformers", "llama-cpp-python", "llama.cpp's server"}
     assert {f"{engine}, plain" for engine in engines} <= {text.source for text in texts}
+    assert {len(text.output) for text in texts} == {64}, "no engine's end rule shortens a text"
