@@ -4,11 +4,12 @@
     python -m tests.benchmarks.builds measure older.json
     pip install xllamacpp==2026.10.11549
     python -m tests.benchmarks.builds measure newer.json --repeats 9 --changes
-    python -m tests.benchmarks.builds compare older.json newer.json
+    python -m tests.benchmarks.builds measure idle.json --repeats 9
+    python -m tests.benchmarks.builds compare older.json newer.json idle.json
 
 `measure` takes fingerprints of one build: repeated, unchanged (A/A pairs, of which none may
 differ), and with each of eight changes. `compare` prints the verdict on each pair and stores the
-counts.
+counts of A/A pairs, for each file but the first.
 """
 
 import argparse
@@ -61,11 +62,14 @@ def measure(out: Path, repeats: int, changes: bool, each: int, tokens: int) -> N
     write_atomic(out, json.dumps(plain(document, nan=None)).encode())
 
 
-def compare(older: Path, newer: Path) -> None:
+def compare(older: Path, newer: Path, *unchanged: Path) -> None:
     old = read_json(older)
     new = read_json(newer)
-    pairs = [
-        servers.compare_builds(a, b).verdict for a, b in itertools.combinations(new["same"], 2)
+    equal = [
+        Counter(
+            servers.compare_builds(a, b).verdict for a, b in itertools.combinations(same["same"], 2)
+        )
+        for same in (new, *map(read_json, unchanged))
     ]
     planted = {
         name: {"planted": CHANGES[name][0], **servers.compare_builds(new["same"][0], run)._asdict()}
@@ -74,7 +78,7 @@ def compare(older: Path, newer: Path) -> None:
     releases = servers.compare_builds(old["same"][0], new["same"][0])._asdict()
     document = {
         "builds": [old["build"], new["build"]],
-        "equal": Counter(pairs),
+        "equal": equal,
         "changes": planted,
         "releases": releases,
     }
