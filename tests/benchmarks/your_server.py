@@ -2,7 +2,7 @@
 
     pip install xllamacpp
     python -m tests.benchmarks.your_server [PROMPTS_PER_CONTENT TOKENS THREADS]
-    python -m tests.benchmarks.your_server 2 24 2 --out your_server_coder.json \\
+    python -m tests.benchmarks.your_server 5 24 2 --contents code --out your_server_coder.json \\
         --target …/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf \\
         --draft …/qwen2.5-coder-0.5b-instruct-q4_k_m.gguf
 
@@ -128,11 +128,14 @@ def main() -> None:
     parser.add_argument("threads", nargs="?", type=int, default=2)
     parser.add_argument("--target", default=TARGET)
     parser.add_argument("--draft", default=DRAFT)
+    parser.add_argument("--contents", nargs="+", default=CONTENTS)
     parser.add_argument("--out", type=Path, default=RECORD)
     given = parser.parse_args()
     models = given.target, given.draft
     chosen = [
-        p for p in first_of_each(prompts(), given.prompts_per_content) if p.category in CONTENTS
+        p
+        for p in first_of_each(prompts(), given.prompts_per_content)
+        if p.category in given.contents
     ]
     documents = {}
     for k in [K, *range(1, K)]:
