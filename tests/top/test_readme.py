@@ -13,6 +13,7 @@ from specnb.compat.check import check
 from specnb.compat.read import describe
 from specnb.io import project_dir
 from specnb.measure.machines import machine_rows
+from tests.book.store import record_of
 
 ROOT = project_dir()
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -157,8 +158,11 @@ def rolling() -> str:
         name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}"
         for name in ("rolling acceptance", "cost-aware")
     }
+    first = next(adaptive_k.over_fixed_k(record_of("02_adaptive_k")))
+    live = first.rpartition(": ")[2].replace(" [", " (").replace(", ", "-").replace("]", ")")
     return (
-        "replayed on this and three simulated machines: speed relative to the best fixed K, "
+        f"live, target in float16, prompt lookup, 10 prompts: cost-aware {live} times as fast as "
+        "one fixed K. Replayed on this and three simulated machines, relative to the best fixed K, "
         "on the worst of five contents: rolling acceptance rate "
         f"{ends['rolling acceptance']}, cost-aware {ends['cost-aware']}"
     )
