@@ -134,7 +134,8 @@ class Server:
             path, field, _ = ENGINES[model["owned_by"]]
             facts = {"engine": model["owned_by"], "model": model["id"], "build": "unknown build"}
             with suppress(ServerError):
-                facts["build"] = str(json.loads(self.ask(path)).get(field))
+                build = str(json.loads(self.ask(path)).get(field))
+                facts["build"] = build.replace("b0-unknown", facts["build"])  # llama.cpp's default
             return facts
 
     def measure(
@@ -249,7 +250,6 @@ def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecor
     chosen = first_of_each(prompts(source=params.prompts), params.prompts_per_category)
     study = Experiment("10_your_server", params, chosen)
     study.measured = attach(params, chosen, progress) if params.server else read_json(RECORDING)
-    study.measured["build"] = study.measured["build"].replace("b0-unknown", "unknown build")
     study.models = [{"role": "target", "id": study.measured["model"], "sha256": None}]
     if study.measured["runs"]:
         study.measured = plain(study.measured | judge_replies(study.measured), nan=None)
@@ -275,8 +275,9 @@ def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
     line = "Whether speculation pays cannot be known without plain replies: give --plain."
     option = ""
     if cost:
-        ends = f"95 % CI {first['low']:.2f} to {first['high']:.2f}"
-        ends = ends if first["n_prompts"] >= FEWEST else f"no interval below {FEWEST} prompts"
+        ends = f"no interval below {FEWEST} prompts"
+        if first["n_prompts"] >= FEWEST:
+            ends = f"95 % CI {first['low']:.2f} to {first['high']:.2f}"
         line = (
             f"Verdict: {first['verdict']}. Drafting is {first['speedup']:.2f} times as fast as "
             f"plain decoding, greedy ({ends})."

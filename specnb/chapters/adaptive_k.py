@@ -344,18 +344,16 @@ def controller_speeds(record: RunRecord, check: pd.DataFrame) -> pd.DataFrame:
     return table[["controller", "drafter", "tokens_per_s", *RATIOS, "predicted", *counts]]
 
 
-def over_fixed_k(record: RunRecord) -> Iterator[str]:
-    """Yield a line per drafter: the live speed of `cost-aware` over one fixed K, with interval.
-
-    The runs are paired by prompt.
-    """
+def over_fixed_k(record: RunRecord) -> dict[str, Estimate]:
+    """Return the live speed of `cost-aware` over one fixed K by drafter, paired by prompt."""
     runs = defaultdict(list)
     for g in record.generations:
         runs[g.drafter, g.controller].append((g.n_decoded, g.decode_s))
+    speeds = {}
     for name in record.measurements["c"]:
         pairs = np.hstack([runs[name, "cost-aware"], runs[name, ""]])
-        speed = Estimate(*interval(pairs, rate_ratio), len(pairs))
-        yield f"cost-aware over one fixed K, {readable(name)}, live: {speed:.2f}"
+        speeds[readable(name)] = Estimate(*interval(pairs, rate_ratio), len(pairs))
+    return speeds
 
 
 def draw_live(table: pd.DataFrame) -> go.Figure:

@@ -150,9 +150,7 @@ class TokenMap:
     def __init__(self, target: Tokens, draft: Tokens) -> None:
         self._target = target.vocab
         self._draft = draft.vocab
-        pairs = sorted(
-            (draft.ids[key], target.ids[key]) for key in target.ids.keys() & draft.ids.keys()
-        )
+        pairs = sorted((draft.ids[key], target.ids[key]) for key in target.keys & draft.keys)
         if pairs and ids_agree(target, draft):  # repeated pieces too
             pairs = [
                 (i, i) for i, piece in enumerate(min(target.by_id, draft.by_id, key=len)) if piece

@@ -98,9 +98,5 @@ class TokenIntersection(LanguageModel):
         if spelled:
             return spelled
         # for text that the model cannot spell
-        ends = (
-            self.model.vocab.eos,
-            self.model.vocab.bos,
-            0,
-        )
+        ends = self.model.vocab.eos, self.model.vocab.bos, 0
         return (next(end for end in ends if end is not None),)

@@ -190,10 +190,7 @@ def test_without_a_path_the_shipped_heads_of_this_model_are_used(
     with pytest.raises(InputError, match=r"a-hydra, b-medusa, other-medusa.*tiny"):
         load_drafter("medusa", HfModel(torch_model("llama", seed=9), None, name="tiny"))
     # heads of another model are an error, not a reason to decode plainly
-    for strict in (
-        False,
-        True,
-    ):
+    for strict in (False, True):
         with pytest.raises(InputError, match="other-medusa"):
             opened(tiny, "other-medusa", strict=strict)
 

@@ -158,11 +158,11 @@ def rolling() -> str:
         name: f"{least.min()[name]:.2f} to {least.max()[name]:.2f}"
         for name in ("rolling acceptance", "cost-aware")
     }
-    first = next(adaptive_k.over_fixed_k(record_of("02_adaptive_k")))
-    live = first.rpartition(": ")[2].replace(" [", " (").replace(", ", "-").replace("]", ")")
+    live = adaptive_k.over_fixed_k(record_of("02_adaptive_k"))["prompt lookup"]
     return (
-        f"live, target in float16, prompt lookup, 10 prompts: cost-aware {live} times as fast as "
-        "one fixed K. Replayed on this and three simulated machines, relative to the best fixed K, "
+        f"live, target in float16, prompt lookup, {live.n} prompts: cost-aware "
+        f"{live.value:.2f} ({live.low:.2f}-{live.high:.2f}) times as fast as one fixed K. "
+        "Replayed on this and three simulated machines, relative to the best fixed K, "
         "on the worst of five contents: rolling acceptance rate "
         f"{ends['rolling acceptance']}, cost-aware {ends['cost-aware']}"
     )
