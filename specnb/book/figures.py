@@ -1,5 +1,6 @@
 """Draw tables: pure functions from a DataFrame to a plotly Figure, without side effects."""
 
+import math
 from collections.abc import Mapping
 
 import pandas as pd
@@ -12,8 +13,8 @@ MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
 PANELS = 4
 """Largest number of panels in a row."""
-ROWS_HEIGHT = 640
-"""Height of a figure with two rows of panels, in pixels."""
+ROW_HEIGHT = 320
+"""Height of a row of panels in a figure with several, in pixels."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
 
 
@@ -79,8 +80,11 @@ def speedup_over_k(
         f"{best['speedup']:.2f}"
     )
     figure = dress(figure, "speedup_over_k", title_text=title)
-    if sweep[panel].nunique() > PANELS:  # two rows; plotly counts them from the bottom
-        figure.update_xaxes(title_text="", row=2).update_layout(height=ROWS_HEIGHT, legend_y=-0.14)
+    rows = math.ceil(sweep[panel].nunique() / PANELS)
+    if rows > 1:
+        for row in range(2, rows + 1):  # plotly counts rows from the bottom
+            figure.update_xaxes(title_text="", row=row)
+        figure.update_layout(height=ROW_HEIGHT * rows, legend_y=-0.28 / rows)
     return figure
 
 

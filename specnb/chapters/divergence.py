@@ -316,8 +316,8 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     for name, part, color in (  # markers only: modules' own errors are independent
-        ("own error (relative L2), right module", ~wrong, "#888"),
-        ("own error (relative L2), wrong module", wrong, WRONG),
+        ("worst token's own error, right module", ~wrong, "#888"),
+        ("worst token's own error, wrong module", wrong, WRONG),
     ):
         figure.add_scatter(
             y=table["by_itself"].where(part).clip(lower=LEAST),

@@ -18,6 +18,7 @@ from specnb.measure.bench import speed_table
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.experiment import Progress, check_prompts, first_of_each, prompts_of, silent
 from specnb.measure.intervals import RATIOS
+from specnb.measure.recording import Recording
 from specnb.measure.sweep import Sweep
 from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
 from specnb.params import LeagueParams
@@ -26,10 +27,13 @@ from specnb.records import RunRecord
 EXPERIMENT = "07_drafters"
 
 
-def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecord:
+def run_league(
+    params: LeagueParams, *, progress: Progress = silent, recordings: list[Recording] | None = None
+) -> RunRecord:
     """Generate plainly, follow every drafter along the texts, replay every K, run the best K live.
 
-    Routers (`auto`) choose K themselves and process the texts of a temperature as one stream.
+    Routers (`auto`) choose K themselves and process the texts of a temperature as one stream. The
+    replay's recordings are appended to `recordings`.
     Measurements: `left_out` gives the reason for each drafter that does not fit the target, `names`
     maps drafters to their names in the parameters, `replay` has a row for each drafter, text and K,
     `draft_steps` the draft steps of a round at K = 1 (heads that are computed at once: all), `best`
@@ -72,6 +76,8 @@ def run_league(params: LeagueParams, *, progress: Progress = silent) -> RunRecor
             return at_best | {router.name: {"drafter": router} for router in study.routers}
 
         study.run_live(methods, live, samplings, progress)
+        if recordings is not None:
+            recordings += study.recordings
         return study.record()
 
 

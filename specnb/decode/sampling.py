@@ -89,9 +89,7 @@ def argmax(logits: np.ndarray) -> int:
     """
     best = int(np.argmax(logits))
     if not np.isfinite(logits[best]):
-        raise NonFiniteLogits(
-            f"the row of logits has {logits[best]} at token {best} as its largest entry"
-        )
+        raise NonFiniteLogits(f"the logits contain {logits[best]} (first at vocabulary id {best})")
     return best
 
 

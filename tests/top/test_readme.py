@@ -122,7 +122,7 @@ def small() -> str:
     return (
         "live, SmolLM2-135M, 15 prompts each, over the faster of llama.cpp and PyTorch: "
         f"prompt lookup with K = 3 on edits {lookup[0]}, on JSON {lookup[1]}; "
-        "`auto`, which chooses a drafter in each round, "
+        "`auto`, which chooses a drafter, or none, in each round, "
         f"on prose {auto[0]}, on chat {auto[1]}"
     )
 
@@ -186,7 +186,7 @@ def hybrid() -> str:
     ]
     best = max((row for row in rows if row["method"] == "replay"), key=lambda row: row["speedup"])
     return (
-        "live speed of the fastest (replay) over plain decoding in PyTorch, "
+        "live speed of the fastest strategy, named replay, over plain decoding in PyTorch, "
         "an 8M-parameter hybrid (recurrent and attention layers) in float32, one thread, "
         "an oracle drafter that costs nothing and is right 80 % of the time, "
         f"{best['n_prompts']} passages: {interval(best)}"

@@ -117,7 +117,7 @@ class Explorer(anywidget.AnyWidget):
 
     @classmethod
     def of(cls, record: RunRecord, recordings: Sequence[Recording]) -> "Explorer":
-        """Explore the recordings of `ksweep.run`, with the costs of its record."""
+        """Explore the recordings of `ksweep.run` or `run_league`, with the record's costs."""
         curve = CostCurve.model_validate(record.measurements["verify_curve"])
         return cls(TracedRun(record, Trace(tuple(recordings)), curve, record.measurements["cs"]))
 
