@@ -3,6 +3,7 @@
 import pytest
 
 from specnb.book import claims
+from specnb.book.explorer.widgets import Explorer
 from specnb.chapters import league
 from specnb.decode.router import Arm, Router
 from specnb.draft.load import LoadedDrafter
@@ -26,7 +27,8 @@ PARAMS = LeagueParams(
 
 
 @pytest.fixture(scope="module")
-def record():
+def ran():
+    """A record and its recordings."""
     target = reading(name="smollm2-135m?backend=hf")
 
     def load_drafter(name, _target, strict):
@@ -42,7 +44,19 @@ def record():
         patch.setattr(experiment, "load", lambda *_args, **_options: target)
         patch.setattr(experiment, "load_drafter", load_drafter)
         patch.setattr(baseline, "load", lambda _name: reading())
-        return league.run_league(PARAMS)
+        recordings = []
+        return league.run_league(PARAMS, recordings=recordings), recordings
+
+
+@pytest.fixture(scope="module")
+def record(ran):
+    return ran[0]
+
+
+def test_the_recordings_can_be_explored(ran):
+    record, recordings = ran
+    assert len(recordings) == 2 * 6 * 2  # drafters, prompts, temperatures
+    assert {*Explorer.of(record, recordings).selection["n_prompts"]} == {6}
 
 
 def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(record):

@@ -44,7 +44,7 @@ def speculative(opened, name, drafter, k, n):
     return generate(opened(name), PROMPT, drafter=made, k=k, max_new_tokens=n, ignore_eog=True)
 
 
-ROWS = [(FLOAT32[0], 4, SHORT), (EXACT[0], 6, SHORT)]  # `tests/smoke` has both engines
+ROWS = [(FLOAT32[0], 4, SHORT), (EXACT[0], 6, SHORT), ("smollm2-135m?backend=hf", 4, SHORT)]
 ROWS += slow(
     *((name, k, LONG) for name in FLOAT32 for k in range(1, 9)),
     *((name, 6, LONG) for name in EXACT),
@@ -98,6 +98,13 @@ def test_a_rewind_restores_the_earlier_state(opened, name):
         model.forward(ids[70 : 70 + n])
         model.rewind(n)
         np.testing.assert_array_equal(model.forward(ids[60:70]), expected)
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m?backend=hf"])
+def test_sampling_with_the_same_seed_is_reproducible(opened, name):
+    settings = {"max_new_tokens": 12, "temperature": 0.8, "seed": 5, "drafter": LookupDrafter()}
+    first, second = (generate(opened(name), PROMPT, **settings) for _ in range(2))
+    assert first.token_ids == second.token_ids and first.text == second.text
 
 
 def rows_of(model, ids, past, width):

@@ -66,7 +66,7 @@ def test_attention_models_agree_at_all_widths_and_rewind_exactly(family, decoder
     model = HfModel(torch_model(family), None, name=family, decoder=decoder)
     assert model.caps.rewind == "crop" and model.caps.lossless_dtype
     check_widths(model, IDS)
-    for n in range(1, 25):  # beyond every window, and across its start
+    for n in (1, 2, 4, 7, 8, 9, 16, 24):  # beyond every window, and across its start
         model.reset()
         model.forward(IDS[: 26 - n], 1)
         expected = model.forward(IDS[-4:])
