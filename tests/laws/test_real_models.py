@@ -103,7 +103,7 @@ def test_a_rewind_restores_the_earlier_state(opened, name):
 @pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m?backend=hf"])
 def test_sampling_with_the_same_seed_is_reproducible(opened, name):
     settings = {"max_new_tokens": 12, "temperature": 0.8, "seed": 5, "drafter": LookupDrafter()}
-    first, second = (generate(opened(name), PROMPT, **settings) for _ in range(2))
+    first, second = (generate(opened(name), "def f(x):\n", **settings) for _ in range(2))
     assert first.token_ids == second.token_ids and first.text == second.text
 
 
