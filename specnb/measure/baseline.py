@@ -96,8 +96,8 @@ class Baseline(BaseModel, frozen=True):
         if abs(change) <= AGREES:
             return ""
         return (
-            f"In plain runs of the experiment ({live:.1f} tokens/s), it was {abs(change):.0%} "
-            f"{'faster' if change > 0 else 'slower'}: over_fastest is uncertain by as much."
+            f"During the experiment, plain decoding had {live:.1f} tokens/s, {abs(change):.0%} "
+            f"{'more' if change > 0 else 'less'}: over_fastest is uncertain by as much."
         )
 
 

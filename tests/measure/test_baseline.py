@@ -123,7 +123,7 @@ def test_the_interval_over_the_baseline_includes_the_baselines_own():
 
 
 @pytest.mark.parametrize(
-    ("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% slower"), (13.0, "30% faster")]
+    ("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% less"), (13.0, "30% more")]
 )
 def test_another_speed_during_the_experiment_is_reported(live, said):
     timed = Baseline(
