@@ -49,7 +49,9 @@ def test_greedy_replay_equals_live_decoding_and_has_the_drafted_texts(name, seed
 
 
 @pytest.mark.parametrize("name", ["lookup", "other"])
-@pytest.mark.parametrize(("k", "cut"), [(1, {}), (3, {"top_k": 2}), (3, {"top_p": 0.6})], ids=str)
+@pytest.mark.parametrize(
+    ("k", "cut"), [(1, {}), (3, {}), (3, {"top_k": 2}), (3, {"top_p": 0.6})], ids=str
+)
 def test_sampled_replay_equals_the_mean_of_live_runs(name, k, cut):
     """300 live and 300 replayed runs, of 20 tokens each, take equally many rounds on average."""
     target = toy.markov(4, order=2, seed=3)

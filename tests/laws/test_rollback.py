@@ -190,7 +190,7 @@ def test_the_state_after_any_number_of_accepted_tokens_equals_plain_decoding(fam
     )
     plain = opener(family, "recompute", n_ctx=500)
     # prompts longer and shorter than the window
-    for n, accepted in [(9, n) for n in range(K + 1)] + [(2, n) for n in (0, 1, K)]:
+    for n, accepted in [*product([9], range(K + 1)), *product([2], (0, 1, K))]:
         # the last token of the prompt is in the state before the first round, not before the second
         rounds = IDS[n : n + K], K - accepted, [IDS[40], *IDS[20 : 20 + K]], K - accepted
         check_same(model, plain, feed(model, IDS[:n], *rounds), n)

@@ -147,7 +147,7 @@ model, outcomes = opened({sys.argv[1]: sys.argv[2]}, sys.argv[1], threads=1), []
 def use():
     for _ in range(10):
         try:
-            generate(model, [4, 9, 6, 7] * 4, max_new_tokens=12, drafter="lookup", ignore_eog=True)
+            generate(model, [4, 9, 6, 7] * 8, max_new_tokens=24, drafter="lookup", ignore_eog=True)
             outcomes.append("done")
         except SpecnbError as error:
             outcomes.append(type(error).__name__)
