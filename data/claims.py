@@ -211,6 +211,7 @@ def derive_quant_gap() -> dict[str, Any]:
         "quant_gap": [best[name] for name in ("speedup", "low", "high", "n_prompts")],
         "quant_k": int(best["method"].removeprefix("K = ")),
         "quant_c": best["c"],
+        "quant_at5": best["at5"],
         "quant_bytes": best["draft_bytes"] / best["target_bytes"],
         "quant_rate": best["acceptance_rate"],
     }

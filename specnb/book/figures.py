@@ -11,8 +11,9 @@ from specnb.book.style import STYLE, dress, error_bars, looks, name_panels, seri
 
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
-PANELS = 4
-"""Largest number of panels in a row."""
+TICKS = [0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
+FINE_TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.75, 2]
+"""Speedups on the axis, and those on an axis that spans less than a factor of three."""
 ROW_HEIGHT = 320
 """Height of a row of panels in a figure with several, in pixels."""
 DODGE = 0.2  # distance between the error bars of two categories, in tokens on the K axis
@@ -39,11 +40,13 @@ def speedup_over_k(
     few = len(ks) <= MANY
     drawn = _drafting(sweep, line, DODGE if few else 0)
     names = drawn[line]  # the same in every panel
+    n_panels = drawn[panel].nunique()
+    columns = 3 if n_panels in (5, 6, 9) else min(n_panels, 4)
     axes = {
         "x": "at",
         "y": "speedup",
         "facet_col": panel,
-        "facet_col_wrap": PANELS,
+        "facet_col_wrap": columns,
         "hover_data": {"at": False, "k": True},
     }
     figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
@@ -62,7 +65,7 @@ def speedup_over_k(
             marker_color="#888",
             marker_symbol=f"circle{shape}",
         )
-    name_panels(figure, 28)  # of four panels in a row
+    name_panels(figure, 28 if columns == 4 else 40)
     if fastest > 1:
         look = STYLE["fastest"]
         figure.add_hline(fastest, line=look)
@@ -71,6 +74,8 @@ def speedup_over_k(
             x=ks[:1], y=[fastest], mode="lines", name="fastest plain decoding", line=look
         )
     figure.update_xaxes(tickvals=ks if few else ks[3::4])
+    span = drawn["speedup"].max() / drawn["speedup"].min()
+    figure.update_yaxes(tickvals=FINE_TICKS if span < 3 else TICKS)
     figure.update_yaxes(title_text="speedup, log scale", col=1)
     if "lossless" in drawn and not drawn["lossless"].all():
         title += " (lossy: not the target's distribution)"
@@ -80,7 +85,7 @@ def speedup_over_k(
         f"{best['speedup']:.2f}"
     )
     figure = dress(figure, "speedup_over_k", title_text=title)
-    rows = math.ceil(sweep[panel].nunique() / PANELS)
+    rows = math.ceil(n_panels / columns)
     if rows > 1:
         for row in range(2, rows + 1):  # plotly counts rows from the bottom
             figure.update_xaxes(title_text="", row=row)

@@ -70,14 +70,13 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
     return figure.update_layout(look.get("layout", {}) | layout)
 
 
-def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **bars: pd.Series) -> go.Figure:
+def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **options: Any) -> go.Figure:
     """Draw a dot plot: one mark per row, with groups (`by`) dodged vertically.
 
-    `bars` are `error_bars` on the axis x.
+    `options` of plotly express are `error_bars` on the axis x, and panels.
     """
-    figure = px.scatter(
-        rows, x=x, y=y, orientation="h", **looks(by, rows[by], by=["symbol"]), **bars
-    )
+    look = looks(by, rows[by], by=["symbol"])
+    figure = px.scatter(rows, x=x, y=y, orientation="h", **look, **options)
     figure.update_traces(marker_size=9)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
     return figure.update_layout(scattermode="group", scattergap=0.3)

@@ -17,7 +17,16 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate, ratio
-from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
+from specnb.book.style import (
+    COLORS,
+    STYLE,
+    dots,
+    dress,
+    error_bars,
+    looks,
+    name_panels,
+    readable,
+)
 from specnb.book.tables import baseline, compact, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
@@ -530,25 +539,28 @@ def worst(record: RunRecord) -> pd.DataFrame:
 
 
 def draw_worst(table: pd.DataFrame) -> go.Figure:
-    """Draw the table `worst`: one row per controller and drafter, sorted, one mark per machine."""
+    """Draw the table `worst`: one panel per machine, one row per controller, the best one first."""
     rows = table.reset_index()
-    lookup = rows["drafter"].str.startswith("lookup")
-    # On a simulated machine, c is that of a small draft model.
-    rows["method"] = (
-        rows["policy"].map(label)
-        + ", "
-        + rows["drafter"].map(readable).where(lookup, "draft model")
-    )
-    rows["least"] = rows.groupby("method")["worst"].transform("min")
-    rows = rows.sort_values("least", ascending=False, kind="stable")
     least = rows.groupby("policy")["worst"].min()
     title = (
         f"On every content and machine, {label(least.idxmax())} has {least.max():.0%} "
         "of the best fixed K's speed<br>"
         f"or more; {label(least.idxmin())} has as little as {least.min():.0%}"
     )
-    figure = dots(rows, x="worst", y="method", by="machine", **error_bars(rows, "worst", "x"))
-    return dress(figure, "worst", title_text=title)
+    lookup = rows["drafter"].str.startswith("lookup")
+    # On a simulated machine, c is that of a small draft model.
+    rows["drafter"] = rows["drafter"].map(readable).where(lookup, "draft model")
+    rows["controller"] = rows["policy"].map(label)
+    rows["least"] = rows["policy"].map(least)
+    rows = rows.sort_values(["drafter", "least"], ascending=False, kind="stable")
+    bars = error_bars(rows, "worst", "x")
+    order = [label(policy) for policy in least.sort_values(ascending=False).index]
+    panels = {"facet_col": "machine", "facet_col_wrap": 2}
+    figure = dots(rows, x="worst", y="controller", by="drafter", **panels, **bars)
+    figure.update_yaxes(categoryorder="array", categoryarray=order)
+    name_panels(figure)
+    figure = dress(figure, "worst_by_machine", title_text=title)
+    return figure.update_xaxes(title_text="", row=2)  # counted from the bottom
 
 
 def live_check(study: ControllerStudy) -> pd.DataFrame:

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.style import STYLE, dots, dress, error_bars, readable, series
@@ -192,7 +191,7 @@ def list_trained() -> pd.DataFrame:
 
 
 def draw_region(record: RunRecord) -> go.Figure:
-    """Draw the break-even acceptance rate over c, with the drafters at K = 1 as marks.
+    """Draw the break-even acceptance rate over c, with the drafters at K = 1 as labeled marks.
 
     Above the line, drafting beats plain decoding in the run's engine, on its machine. Heads that
     are computed at once are drawn at the cost of all.
@@ -206,13 +205,30 @@ def draw_region(record: RunRecord) -> go.Figure:
     points = pd.DataFrame({"c": record.measurements["cs"]})
     points["alpha_1"] = _alpha_1(record, min(record.params["temperatures"]))
     points["c"] *= pd.Series(record.measurements["draft_steps"])
-    labels = points.index.map(record.measurements["names"]).map(_starred(record))
-    symbols = [*range(9), "star", "pentagon", "hexagram"]
-    marks = px.scatter(points, x="c", y="alpha_1", symbol=labels, symbol_sequence=symbols)
-    figure.add_traces(
-        marks.update_traces(marker_color="#222", marker_size=10, cliponaxis=False).data
+    points["name"] = points.index.map(record.measurements["names"]).map(_starred(record))
+    # Drafters at the same place share a mark and a label.
+    same_place = [points["c"].round(2), points["alpha_1"].round(2)]
+    places = points.groupby(same_place).agg({"c": "first", "alpha_1": "first", "name": ", ".join})
+    figure.add_scatter(
+        x=places["c"],
+        y=places["alpha_1"],
+        mode="markers",
+        name="drafter",
+        cliponaxis=False,
+        **series(1),
     )
-    return dress(figure, "break_even")
+    for place in places.itertuples():
+        right = (places["c"] - place.c).between(0, 0.15, inclusive="right")
+        is_taken = (right & (places["alpha_1"] - place.alpha_1).abs().lt(0.04)).any()
+        side = 1 if place.alpha_1 > np.interp(place.c, c, needed) else -1
+        look = STYLE["mark"] | ({"yshift": 14 * side} if is_taken else {})
+        figure.add_annotation(x=place.c, y=place.alpha_1, text=place.name, **look)
+    above = points["alpha_1"] > np.interp(points["c"], c, needed)
+    title = (
+        f"At K = 1, {above.sum()} of {len(points)} drafters have an acceptance rate "
+        "above the break-even<br>over plain decoding in the same engine"
+    )
+    return dress(figure, "break_even", title_text=title)
 
 
 def draw_ranks(record: RunRecord, ranks: pd.DataFrame) -> go.Figure:

@@ -97,7 +97,8 @@ class Baseline(BaseModel, frozen=True):
             return ""
         return (
             f"During the experiment, plain decoding had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}: over_fastest is uncertain by as much."
+            f"{'more' if change > 0 else 'less'}. If this did not affect both engines equally, "
+            "over_fastest is off by up to as much, beyond its interval."
         )
 
 

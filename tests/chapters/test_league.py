@@ -75,38 +75,28 @@ def test_each_drafter_is_recorded_for_every_text_and_runs_live_at_its_best_k(rec
 
 def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(record):
     table = league.rank_drafters(record, 0.0)
-    assert (
-        {*table.index} == {"lookup", "self", "auto"}
-        and table["predicted"].notna().all()
-        and table.loc["self", "alpha_1"] == 1
-    )
+    assert {*table.index} == {"lookup", "self", "auto"} and table["predicted"].notna().all()
     assert table["speedup"].is_monotonic_decreasing and (table["over_fastest"] > 0).all()
     assert (table["identical"] == table["prompts"]).all() and (table["prompts"] == 4).all()
+    assert table.loc["self", "alpha_1"] == 1
     assert table.loc["self", "tau"] > table.loc["lookup", "tau"] >= 1
-    assert league.compare_contents(record, 0.7).groupby("content").size().to_dict() == {
-        "code": 3,
-        "prose": 3,
-    }
+    contents = league.compare_contents(record, 0.7)
+    assert contents.groupby("content").size().to_dict() == {"code": 3, "prose": 3}
     values = claims.values_of(record, {"ranks": table})
     assert values["itself"].n == 4 and values["trained"].n == 0
-    assert league.draw_contents(record, league.compare_contents(record, 0.0)).data
-    drawn = league.draw_ranks(record, table)
-    assert {trace.name for trace in drawn.data} == {"live", "predicted"}
+    assert league.draw_contents(record, contents).data and league.draw_ranks(record, table).data
 
 
 def test_the_break_even_line_is_drawn_and_cross_engine_drafters_are_marked(record):
     cs = record.measurements["cs"]
     across = [name for name in cs if "copy" in name]
-    measured = record.measurements | {
-        "c_across_engines": across,
-        "draft_steps": dict.fromkeys(cs, 4),
-    }
-    line, *marks = league.draw_region(record.model_copy(update={"measurements": measured})).data
-    cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=line.x[25])
-    assert line.y[25] == pytest.approx(cost.break_even(), nan_ok=True) and line.x[
-        25
-    ] == pytest.approx(0.5)
-    points = {mark.name: (mark.x[0], mark.y[0]) for mark in marks}
+    steps = dict.fromkeys(cs, 4)
+    measured = record.measurements | {"c_across_engines": across, "draft_steps": steps}
+    figure = league.draw_region(record.model_copy(update={"measurements": measured}))
+    line = figure.data[0]
+    cost = Cost(CostCurve.model_validate(record.measurements["verify_curve"]), c=0.5)
+    assert (line.x[25], line.y[25]) == pytest.approx((0.5, cost.break_even()), nan_ok=True)
+    points = {note.text: (note.x, note.y) for note in figure.layout.annotations}
     assert points.keys() == {"prompt lookup", "quantized copy*"}
     assert points["quantized copy*"] == (4 * cs[across[0]], 1)
 

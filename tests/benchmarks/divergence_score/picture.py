@@ -6,11 +6,10 @@ Then `specnb publish divergence_score`.
 from datetime import datetime
 
 import pandas as pd
-import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.publish import publish
-from specnb.book.style import template
+from specnb.book.style import dots, error_bars, name_panels, template
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.store import save
@@ -18,41 +17,49 @@ from tests.benchmarks.divergence_score.tools import LAB
 
 NAME = "divergence_score"
 SCORE = project_dir() / "data" / "divergence" / "score.json"
+METHODS = {
+    LAB: "specnb divergence investigate",
+    "first other bit": "bitwise comparison",
+    "allclose": "torch.allclose",
+    "mean/std 1.0%": "mean or std off by 1 %",
+    "cosine 0.999": "cosine below 0.999",
+}
+REFERENCES = {
+    "": "no reference: replays modules on their own inputs",
+    "same shapes": "reference: a correct run in the same shapes",
+    "other shapes": "reference: a correct run in blocks",
+}
 
 
 def score_figure(document: dict) -> go.Figure:
-    """Draw how often each tool names the right module, and how often that or a part of it.
-
-    The former has intervals. A tool is drawn with its best threshold.
-    """
-    table = pd.DataFrame(document["by_tool"])
-    kinds = table["tool"].str.replace(r" x?[\d.]+%?$", "", regex=True)
-    table = table.loc[table.groupby([kinds, "against"], sort=False)["module"].idxmax()]
-    names = table["tool"].where(table["tool"] == LAB, table["tool"] + ", " + table["against"])
-    shares = {"module": "the module itself", "near": "or a part that it holds"}
-    figure = px.bar(
-        table.assign(tool=names).rename(columns=shares),
-        x=[*shares.values()],
-        y="tool",
-        orientation="h",
-        barmode="group",
-        template=template(),
-        title="How often each tool, at its best, names the right module",
+    """Draw, for each of METHODS, how often it names the right module, and its false alarms."""
+    table = pd.DataFrame(document["by_tool"]).query("tool in @METHODS")
+    table = table.assign(
+        method=table["tool"].map(METHODS), reference=table["against"].map(REFERENCES)
     )
-    above = table["module_high"] - table["module"]
-    below = table["module"] - table["module_low"]
-    figure.data[0].update(
-        error_x_array=above,
-        error_x_arrayminus=below,
-        texttemplate="%{x:.0%}",
-        insidetextanchor="start",
-        textangle=0,
+    shares = {
+        "module": f"right module named ({table['n'].max()} faults)",
+        "alarm": f"false alarms ({table['controls'].max()} harmless runs)",
+    }
+    keys = ["method", "reference"]
+    rows = pd.concat(
+        table[[*keys, *(f"{value}{end}" for end in ("", "_low", "_high"))]]
+        .set_axis([*keys, "share", "low", "high"], axis=1)
+        .assign(panel=panel)
+        for value, panel in shares.items()
     )
-    figure.update_xaxes(
-        title_text="cases with the right module named first", range=[0, 1.02], tickformat=".0%"
+    bars = error_bars(rows, "share", "x")
+    panels = {"facet_col": "panel", "facet_col_spacing": 0.05}
+    figure = dots(rows, x="share", y="method", by="reference", **panels, **bars)
+    name_panels(figure)
+    figure.update_xaxes(range=[-0.02, 1.02], tickformat=".0%", title_text="share of runs")
+    found = table.set_index("tool").loc[LAB]
+    title = (
+        f"{METHODS[LAB]} names the right module for {found['module']:.0%} of the faults,"
+        f"<br>with {found['alarms']} false alarms; methods that compare outputs raise many"
     )
-    figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
-    return figure.update_layout(height=190 + 40 * len(table), legend_title_text="")
+    figure.update_layout(title_text=title, height=480, margin={"l": 230, "t": 110})
+    return figure.update_layout(template=template(), legend_title_text="")
 
 
 if __name__ == "__main__":
