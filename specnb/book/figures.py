@@ -12,7 +12,7 @@ from specnb.book.style import STYLE, dress, error_bars, looks, name_panels, seri
 MANY = 8
 """With more K than this, a line is drawn without markers and error bars, which would overlap."""
 TICKS = [0.1, 0.2, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10]
-FINE_TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.5, 1.75, 2]
+FINE_TICKS = [0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.7, 2]
 """Speedups on the axis, and those on an axis that spans less than a factor of three."""
 ROW_HEIGHT = 320
 """Height of a row of panels in a figure with several, in pixels."""
@@ -48,6 +48,7 @@ def speedup_over_k(
         "facet_col": panel,
         "facet_col_wrap": columns,
         "hover_data": {"at": False, "k": True},
+        "render_mode": "svg",  # plotly draws many points with WebGL, which lacks our dashes
     }
     figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
     figure.update_traces(mode="lines+markers" if few else "lines")
