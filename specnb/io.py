@@ -21,6 +21,8 @@ from pydantic import BaseModel, ValidationError
 
 from specnb.errors import FetchError, InputError, SpecnbError
 
+JsonObject = dict[str, Any]
+"""A JSON object, or values that become one."""
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_BYTES = 128 << 20
@@ -154,7 +156,7 @@ def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
         return read_bytes(path, limit).decode("utf-8")
 
 
-def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
+def read_json(path: str | Path, limit: int = MAX_BYTES) -> JsonObject:
     """Read a JSON object from a file. Raises InputError as `read_text`, or if it is not one."""
     with reading(f"{path}: the JSON"):
         value = json.loads(read_text(path, limit))
@@ -163,7 +165,7 @@ def read_json(path: str | Path, limit: int = MAX_BYTES) -> dict[str, Any]:
     return value
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> JsonObject:
     """Read a TOML file of this package or checkout."""
     return tomllib.loads(path.read_text(encoding="utf-8"))
 
@@ -241,6 +243,11 @@ def write_atomic(path: str | Path, data: bytes) -> None:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def write_json(path: str | Path, value: Any, indent: int | None = 1) -> None:
+    """Write `value` as JSON with a final line break. Raises InputError as `write_atomic` does."""
+    write_atomic(path, f"{json.dumps(value, indent=indent)}\n".encode())
 
 
 # ---- files that are created once

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 
 from specnb.errors import InputError, MemoryShortError
-from specnb.io import read_toml
+from specnb.io import JsonObject, read_toml
 from specnb.records import Generation
 
 PROC = Path("/proc")
@@ -120,7 +120,7 @@ def cpuinfo() -> tuple[str | None, frozenset[str]]:
     return facts.get("model name"), frozenset(facts.get("flags", facts.get("features", "")).split())
 
 
-def cpu_facts() -> dict[str, Any]:
+def cpu_facts() -> JsonObject:
     """Return the CPU's model, instruction sets and cores, and Linux settings that affect speed.
 
     Unknown values are None. Core counts are physical, logical, usable (affinity), quota (cgroup),

@@ -8,15 +8,16 @@ that records can be published.
 import os
 import platform
 import re
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from specnb.io import plain
+from specnb.io import JsonObject, plain
 from specnb.machine import cpu_facts
 
 THREAD_SETTINGS = (
@@ -28,15 +29,20 @@ THREAD_SETTINGS = (
     "GOMP_SPINCOUNT",
 )
 """Environment variables that set the number of threads and how they wait for each other."""
+STATUS = (
+    "git status --porcelain=v2 --branch --untracked-files=normal "
+    "-- . ':(exclude)figures' ':(exclude)results'"
+)
+"""The commit of a checkout, and its changes except in folders that runs do not read."""
 
 
 def provenance(
     *,
     seeds: Any = None,
-    models: Iterable[Mapping[str, Any]] = (),
+    models: Iterable[JsonObject] = (),
     prompts_digest: str | None = None,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
+    extra: JsonObject | None = None,
+) -> JsonObject:
     """Return the provenance of a result as a dict for `json.dumps`.
 
     Each of `models` has at least an `id`, whose absolute path is reduced to the file name. Unknown
@@ -73,7 +79,7 @@ def _version(distribution: str) -> str | None:
     return next((d.version for d in metadata.distributions(name=distribution)), None)
 
 
-def git_state(root: Path) -> dict[str, Any] | None:
+def git_state(root: Path) -> JsonObject | None:
     """Return `{"commit", "dirty"}` of the checkout with the root folder `root`; None if unknown.
 
     `dirty`: there are uncommitted or untracked files, except in `figures/` and `results/`, which
@@ -81,20 +87,10 @@ def git_state(root: Path) -> dict[str, Any] | None:
     """
     if not (root / ".git").exists():
         return None
-    command = [
-        "git",
-        "-C",
-        str(root),
-        "status",
-        "--porcelain=v2",
-        "--branch",
-        "--untracked-files=normal",
-    ]
-    command += ["--", ".", ":(exclude)figures", ":(exclude)results"]
     env = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # concurrent runs do not wait for the index
     try:
         report = subprocess.check_output(
-            command, stderr=subprocess.DEVNULL, timeout=20, env=env
+            shlex.split(STATUS), cwd=root, stderr=subprocess.DEVNULL, timeout=20, env=env
         ).decode()
     except (OSError, subprocess.SubprocessError):
         return None
@@ -104,7 +100,7 @@ def git_state(root: Path) -> dict[str, Any] | None:
     return {"commit": commit[1] if commit else None, "dirty": changed}
 
 
-def _torch_facts() -> dict[str, Any]:
+def _torch_facts() -> JsonObject:
     """Return torch's settings that affect results or speed, and its GPUs; None if not imported."""
     torch = sys.modules.get("torch")
     if not hasattr(torch, "get_num_threads"):  # not imported, or not completely

@@ -7,14 +7,14 @@ import json
 import os
 import re
 import warnings
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, get_type_hints
 
 from specnb.errors import InputError
 from specnb.io import (
+    JsonObject,
     digest,
     named_folder,
     plain,
@@ -22,7 +22,7 @@ from specnb.io import (
     read_json,
     reading,
     validated,
-    write_atomic,
+    write_json,
 )
 from specnb.records import Generation, Round, RunRecord
 
@@ -66,7 +66,7 @@ def results_dir() -> Path:
     return (checkout if (checkout / "notebooks").is_dir() else Path.cwd()) / "results"
 
 
-def run_id(experiment: str, params: Mapping[str, Any]) -> str:
+def run_id(experiment: str, params: JsonObject) -> str:
     """Return twelve hexadecimal digits that identify an experiment (or notebook) with parameters.
 
     1 and 1.0 are different values. Raises InputError for values that JSON does not support.
@@ -112,7 +112,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
     with suppress(InputError):  # no record yet, or a damaged one
         if record.status == "failed" and load_record(folder).status == "completed":
             place = folder / FAILED
-    write_atomic(place / RUN, f"{json.dumps(document)}\n".encode())
+    write_json(place / RUN, document, indent=None)
     (place / OLDER_ROUNDS).unlink(missing_ok=True)
     return folder
 
@@ -120,8 +120,7 @@ def save(record: RunRecord, results: Path | None = None) -> Path:
 def save_beside_figures(record: RunRecord, folder: Path) -> None:
     """Write the record without its rounds to `folder/records/RUN_ID.json`. Raises as `save`."""
     fields = record.model_dump(exclude={"generations": {"__all__": {"rounds"}}})
-    document = json.dumps(plain(fields, "record"), indent=1)
-    write_atomic(record_beside_figures(folder, record.run_id), f"{document}\n".encode())
+    write_json(record_beside_figures(folder, record.run_id), plain(fields, "record"))
 
 
 def record_beside_figures(folder: Path, run_id: str) -> Path:
@@ -157,7 +156,7 @@ def load_record(folder: Path) -> RunRecord:
     return validated(RunRecord, document, str(path))
 
 
-def _add_older_rounds(document: dict[str, Any], path: Path) -> None:
+def _add_older_rounds(document: JsonObject, path: Path) -> None:
     """Add the rounds in `path`, which may lack newer columns, to the record in `document`."""
     import pyarrow.parquet as pq
 

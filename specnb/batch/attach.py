@@ -10,13 +10,12 @@ choice of K does not require it.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPSConnection
 from itertools import product
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -38,7 +37,7 @@ from specnb.decode.generate import prompt_ids
 from specnb.divergence.foreign import ForeignText, audit_texts
 from specnb.errors import ServerError, SpecnbError
 from specnb.findings import Finding
-from specnb.io import digest, plain, project_dir, read_json, reading
+from specnb.io import JsonObject, digest, plain, project_dir, read_json, reading
 from specnb.lm.load import load
 from specnb.measure.bench import Timed, tabulate_speeds
 from specnb.measure.cost import Cost
@@ -90,7 +89,7 @@ class Server:
             self.place = f"{self.url.hostname}:{self.url.port or self.url.scheme}"
         self.timeout_s = timeout_s
 
-    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> str:
+    def ask(self, path: str, body: JsonObject | None = None) -> str:
         """Return the reply to a GET, or to a POST of `body`. Raises ServerError."""
         key = "".join(os.environ.get(KEY, "").split())  # a line break would make an error quote it
         headers = {"Content-Type": "application/json"} | (
@@ -139,15 +138,17 @@ class Server:
             return facts
 
     def measure(
-        self, prompt: Prompt, k: int | None, settings: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], str]:
+        self, prompt: Prompt, k: int | None, settings: JsonObject
+    ) -> tuple[JsonObject, str]:
         """Send a prompt; return the reply's counts and time, and its text. Raises ServerError."""
         messages = [message.model_dump() for message in prompt.messages or ()]
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "messages": messages or [{"role": "user", "content": prompt.text}],
             "seed": 0,
+            "cache_prompt": False,
+            "return_meta_info": True,
+            **settings,
         }
-        body |= {"cache_prompt": False, "return_meta_info": True, **settings}
         if k is not None:
             body["speculative.n_max"] = k
         with reaching(f"{self.place}, prompt {prompt.id}"):
@@ -181,19 +182,17 @@ class Server:
 
 def attach(
     params: ServerParams, chosen: Sequence[Prompt], progress: Progress = silent
-) -> dict[str, Any]:
+) -> JsonObject:
     """Run prompts on a server, and return the measurements, a fingerprint of its build.
 
     If a run ends early, `error` gives the reason, and the replies so far are included. Raises
     InputError for an invalid URL, and ServerError for a server that cannot be identified.
     """
     server = Server(params.server, params.timeout_s)
-    document: dict[str, Any] = {
+    document: JsonObject = {
         "server": server.place,
         **server.identify(),
         "prompts_sha256": digest_prompts(chosen),
-    }
-    document |= {
         "max_new_tokens": params.max_new_tokens,
         "runs": [],
         "drafted_at_0": 0,
@@ -217,13 +216,8 @@ def attach(
             progress(done, len(jobs), f"{prompt.id}, T = {temperature:g}, {way}")
             where, k = ways[way]
             row, text = where.measure(prompt, k, settings | {"temperature": temperature})
-            place = {
-                "prompt": prompt.id,
-                "category": prompt.category,
-                "temperature": temperature,
-                "way": way,
-            }
-            document["runs"].append(place | row)
+            place = {"prompt": prompt.id, "category": prompt.category}
+            document["runs"].append(place | {"temperature": temperature, "way": way} | row)
             if not temperature:
                 texts.append((prompt, way, text))
         # 3. Compare the greedy texts with the target's own.
@@ -259,7 +253,7 @@ def run_server(params: ServerParams, *, progress: Progress = silent) -> RunRecor
 # --- judging the replies ---
 
 
-def judge_replies(document: Mapping[str, Any]) -> dict[str, Any]:
+def judge_replies(document: JsonObject) -> JsonObject:
     """Return the verdict, a table by content, the findings, and the option for the best K."""
     runs = pd.DataFrame(document["runs"])
     times = fit_times(runs)
@@ -313,7 +307,7 @@ def requests_of(runs: pd.DataFrame) -> list[Request]:
     return [read_counts(run, None, run["prompt"]) for run in replies if run["num_spec_tokens"]]
 
 
-def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
+def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> JsonObject:
     """Return counts and speed of some replies, and the best K up to the server's own."""
     drafted = runs[runs["way"] == DRAFTED]
     tokens = drafted[["n_tokens", "accepted", "drafted"]].sum()
@@ -347,7 +341,7 @@ def _judge_part(runs: pd.DataFrame, cost: Cost | None) -> dict[str, Any]:
 
 
 def _find_faults(
-    document: Mapping[str, Any], runs: pd.DataFrame, greedy: Mapping[str, Any]
+    document: JsonObject, runs: pd.DataFrame, greedy: JsonObject
 ) -> list[dict[str, str]]:
     """Return suspected faults; `greedy` is the row of all greedy replies."""
     requests = requests_of(runs[runs["temperature"] == 0])
@@ -367,13 +361,13 @@ def _find_faults(
     return faults
 
 
-def draw_page(document: Mapping[str, Any]) -> str:
+def draw_page(document: JsonObject) -> str:
     """Return the HTML page of a run and its verdict."""
     template = Path(__file__).with_suffix(".html").read_text("utf-8")
     return Environment(autoescape=True).from_string(template).render(document)
 
 
-def compare_builds(old: Mapping[str, Any], new: Mapping[str, Any]) -> Finding:
+def compare_builds(old: JsonObject, new: JsonObject) -> Finding:
     """Return what changed between two fingerprints; the verdict is a key of EXIT_CODES.
 
     arithmetic: a greedy text of plain decoding (any greedy text, if there are no plain replies).

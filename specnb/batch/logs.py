@@ -27,7 +27,7 @@ import pandas as pd
 from pydantic import BaseModel, BeforeValidator, FailFast, Field
 
 from specnb.errors import InputError
-from specnb.io import read_text, reading, validated
+from specnb.io import JsonObject, read_text, reading, validated
 from specnb.measure.cost import Cost
 from specnb.measure.intervals import Interval, interval, pays, rate_ratio
 from specnb.measure.recording import Recording
@@ -230,7 +230,7 @@ def _documents(text: str) -> Iterator[Any]:
         yield document
 
 
-def _counts_in_lines(text: str) -> Iterator[Mapping[str, Any]]:
+def _counts_in_lines(text: str) -> Iterator[JsonObject]:
     """Yield the counts of each line that matches MARKS, and the totals of COUNTERS."""
     for mark, pattern in MARKS.items():
         for begun in re.finditer(mark, text):
@@ -242,7 +242,7 @@ def _counts_in_lines(text: str) -> Iterator[Mapping[str, Any]]:
         yield read_counters(text)
 
 
-def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, Any]:
+def _recover(accepted: str, drafted: str, length: str, rates: str) -> JsonObject:
     """Return the counts of rounds, recovered from the rounded rates of a log line.
 
     For example, 167 of 259 accepted draft tokens, a mean length of 2.92 and the rates 0.805, 0.632,
@@ -271,7 +271,7 @@ def _recover(accepted: str, drafted: str, length: str, rates: str) -> dict[str, 
     return _histogram(counts.astype(int).tolist(), n, n_drafted) | {"rounds": (first, last)}
 
 
-def _histogram(reached: list[int], rounds: int, drafted: int) -> dict[str, Any]:
+def _histogram(reached: list[int], rounds: int, drafted: int) -> JsonObject:
     """Return the counts of rounds, `reached[j]` of which accepted more than j draft tokens.
 
     Drafts may be shorter than K, as at the end of a text.
@@ -289,7 +289,7 @@ def _rounding(number: str) -> float:
     return 0.5 * 10.0 ** -len(number.rpartition(".")[2]) + 1e-9
 
 
-def read_counters(text: str, before: str = "") -> dict[str, Any]:
+def read_counters(text: str, before: str = "") -> JsonObject:
     """Return the counts of COUNTERS, summed over all labels, minus those in the text `before`."""
     totals = Counter()
     for sign, part in ((1, text), (-1, before)):
@@ -299,7 +299,7 @@ def read_counters(text: str, before: str = "") -> dict[str, Any]:
     return _histogram(reached, totals["drafts"], totals["draft_tokens"])
 
 
-def counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
+def counts_in(value: Any) -> Iterator[dict[Any, Any]]:
     """Yield the nested objects that have counts, with vLLM's names."""
     if isinstance(value, Mapping):
         named = {SGLANG.get(name, name): n for name, n in value.items() if n is not None}
@@ -311,7 +311,7 @@ def counts_in(value: Any) -> Iterator[Mapping[Any, Any]]:
         yield from chain.from_iterable(map(counts_in, value))
 
 
-def read_counts(counts: Mapping[str, Any], k: int | None, place: str) -> Request:
+def read_counts(counts: JsonObject, k: int | None, place: str) -> Request:
     """Return the request with these counts. Raises InputError as `read_log` does."""
     shape = next(shape for name, shape in SHAPES.items() if name in counts)
     if not shape:
@@ -426,7 +426,7 @@ def sweep_log(requests: Sequence[Request], costs: Sequence[Cost], k_max: int) ->
     return pd.DataFrame(rows, columns=columns)
 
 
-def advise(table: pd.DataFrame) -> dict[str, Any]:
+def advise(table: pd.DataFrame) -> JsonObject:
     """Return the fastest K up to the log's own, from the rows of `sweep_log` for one machine.
 
     `beyond` is the fastest of the larger K that may be faster, or 0. Fewer than FEWEST requests

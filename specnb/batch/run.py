@@ -14,11 +14,11 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from specnb import store
 from specnb.errors import SpecnbError
-from specnb.io import reading
+from specnb.io import JsonObject, reading
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
     notebook: str
     notebook_sha256: str
-    params: dict[str, Any]
+    params: JsonObject
     budget: str | None
     run_id: str
     results: str
@@ -56,7 +56,7 @@ class Ended(NamedTuple):
     """The outcome of a job; `skipped`: an earlier run had completed. `error` is one line, or ""."""
 
     run_id: str
-    params: dict[str, Any]
+    params: JsonObject
     status: Status
     duration_s: float = 0.0
     error: str = ""
@@ -122,7 +122,7 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
     )
 
 
-def _judge_end(job: Job, outcome: dict[str, Any], code: int, last: str) -> tuple[Status, str]:
+def _judge_end(job: Job, outcome: JsonObject, code: int, last: str) -> tuple[Status, str]:
     """Return the status and the error, from outcome ({} if none), exit code and last line."""
     from specnb.book.engine import format_error
 

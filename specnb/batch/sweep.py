@@ -23,7 +23,7 @@ from specnb import store
 from specnb.batch.run import Ended, Job, completed_notebook, execute
 from specnb.book.notebook import defaults, find_notebook, parsed, read_notebook, resolve_params
 from specnb.errors import FetchError, InputError
-from specnb.io import comma_list, read_text, reading, validated
+from specnb.io import JsonObject, comma_list, read_text, reading, validated
 from specnb.params import Budget
 
 MAX_RUNS = 10_000
@@ -39,7 +39,7 @@ class Batch(BaseModel, frozen=True, extra="forbid"):
 
     notebook: str
     budget: Budget | None = None
-    parameters: dict[str, Any] = {}
+    parameters: JsonObject = {}
     grid: dict[str, list[Any]] = {}
 
 
@@ -76,7 +76,7 @@ def _value_of(node: yaml.Node) -> Any:
     return values
 
 
-def batch_of(notebook: str, params: Mapping[str, Any], budget: str | None) -> Batch:
+def batch_of(notebook: str, params: JsonObject, budget: str | None) -> Batch:
     """Return the batch of a command line: a text with commas, or a list, gives one run per item.
 
     For a parameter that is itself a list, pass one list, or several as a list of lists.

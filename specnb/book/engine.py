@@ -6,9 +6,8 @@ Only a completed run replaces a completed run: a repeated run that fails writes
 `notebook.again.ipynb` and `outcome.again.json` instead.
 """
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
@@ -23,7 +22,7 @@ from papermill.execute import execute_notebook
 
 from specnb import store
 from specnb.book.notebook import read_notebook, resolve_params
-from specnb.io import locked, read_json, write_atomic
+from specnb.io import JsonObject, locked, read_json, write_json
 from specnb.params import BUDGET
 
 IOPUB_TIMEOUT_S = 60  # on a busy machine, outputs arrive late; nbclient's 4 s fail good runs
@@ -45,9 +44,9 @@ class NotebookOutcome(NamedTuple):
     notebook: str
     notebook_sha256: str
     run_id: str
-    params: dict[str, Any]
+    params: JsonObject
     status: Literal["completed", "failed"]
-    error: dict[str, Any] | None
+    error: JsonObject | None
     started: str
     ended: str
     duration_s: float
@@ -57,7 +56,7 @@ class NotebookOutcome(NamedTuple):
 
 def run_notebook(
     notebook: Path,
-    params: Mapping[str, Any],
+    params: JsonObject,
     *,
     budget: str | None = None,
     results: Path,
@@ -127,17 +126,14 @@ def run_notebook(
                 duration_s=perf_counter() - start_s,
                 output=str(output),
             )
-            write_atomic(
-                folder / f"outcome{again}.json",
-                f"{json.dumps(outcome._asdict(), indent=1)}\n".encode(),
-            )
+            write_json(folder / f"outcome{again}.json", outcome._asdict())
     return outcome
 
 
 def _execute(
     source: Path,
     output: Path,
-    params: Mapping[str, Any],
+    params: JsonObject,
     launch: dict[str, Any],
     timeout_s: int | None,
     progress: bool,
@@ -173,7 +169,7 @@ def _execute(
     )
 
 
-def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> dict[str, Any]:
+def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> JsonObject:
     """Return the kind and message of an error, and its cell's number in the source `cells`."""
     if isinstance(error, PapermillExecutionError):
         cell = error.cell_index
@@ -191,7 +187,7 @@ def _describe(error: BaseException, cells: Sequence[NotebookNode]) -> dict[str, 
     return {"kind": kind, "message": message, "cell": None}
 
 
-def format_error(error: Mapping[str, Any]) -> str:
+def format_error(error: JsonObject) -> str:
     """Return the error of an outcome on one line.
 
     >>> format_error({"kind": "KeyError", "message": "'x'", "cell": 2})

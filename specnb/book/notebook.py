@@ -17,7 +17,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from specnb.errors import InputError, require_known
-from specnb.io import comma_list, digest, project_dir, read_bytes, reading
+from specnb.io import JsonObject, comma_list, digest, project_dir, read_bytes, reading
 from specnb.params import BUDGET, NotebookParams, Params, StartParams
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def read_notebook(path: Path) -> Source:
     return Source(path, nb, digest(data))
 
 
-def declared(code: str) -> dict[str, Any]:
+def declared(code: str) -> JsonObject:
     """Return the names and defaults that a `parameters` cell declares, in order.
 
     Other statements are ignored. Raises InputError if the text is not Python, or a default is not a
@@ -90,8 +90,8 @@ def declared(code: str) -> dict[str, Any]:
 
 
 def resolve_params(
-    source: Source, given: Mapping[str, Any], budget: str | None = None
-) -> tuple[dict[str, Any], ...]:
+    source: Source, given: JsonObject, budget: str | None = None
+) -> tuple[JsonObject, ...]:
     """Check `given` against the parameters of a notebook; return the given values, and all values.
 
     The notebook's metadata may name a class of `specnb.params` as `{"specnb": {"params": NAME}}`.
@@ -115,14 +115,14 @@ def resolve_params(
     return {name: resolved[name] for name in given}, resolved
 
 
-def defaults(source: Source) -> dict[str, Any]:
+def defaults(source: Source) -> JsonObject:
     """Return the declared defaults; for values that depend on the budget, the class's default."""
     cell, model = _declared_by(source)
     of_class = vars(model.model_construct()) if model else {}
     return {name: of_class.get(name) if value is None else value for name, value in cell.items()}
 
 
-def _declared_by(source: Source) -> tuple[dict[str, Any], type[Params] | None]:
+def _declared_by(source: Source) -> tuple[JsonObject, type[Params] | None]:
     """Return the defaults of the `parameters` cell, and the class that checks them (or None)."""
     cells = [
         cell.source for cell in source.nb.cells if "parameters" in cell.metadata.get("tags", [])
@@ -147,7 +147,7 @@ def _fitted(value: Any, default: Any) -> Any:
     return words if default and isinstance(default[0], str) else [parsed(word) for word in words]
 
 
-def parse_parameters(words: Iterable[str]) -> dict[str, Any]:
+def parse_parameters(words: Iterable[str]) -> JsonObject:
     """Parse `NAME=VALUE` words; values are JSON (`4`, `[4, 8]`, `true`), `none` or text.
 
     `4,8,12` is text, and so is `'"42"'`. Raises InputError for a word without `=`, and for a

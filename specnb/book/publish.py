@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import plotly.graph_objects as go
@@ -27,12 +26,19 @@ from specnb.book.explorer.tables import SHIPPED
 from specnb.book.picture import PicturedFigure, draw, plain_text
 from specnb.book.style import CONFIG, QUICK, STYLE, readable
 from specnb.errors import InputError, require_known
-from specnb.io import digest, plain, project_dir, read_bytes, read_json, write_atomic
+from specnb.io import (
+    JsonObject,
+    digest,
+    plain,
+    project_dir,
+    read_bytes,
+    read_json,
+    write_atomic,
+    write_json,
+)
 from specnb.provenance import git_state
 from specnb.records import RunRecord
 
-Sidecar = dict[str, Any]
-"""The JSON document of a figure."""
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 SUFFIXES = ("svg", "png", "pdf", "html")
 GALLERY = """# Figures
@@ -106,7 +112,7 @@ def publish_svg(svg: str, name: str, title: str, record: RunRecord) -> None:
     _write_of_run(record, document, {"svg": svg.encode(), "html": _page(document, 960)})
 
 
-def _facts(name: str, title: str, record: RunRecord) -> Sidecar:
+def _facts(name: str, title: str, record: RunRecord) -> JsonObject:
     """Return a sidecar's facts about figure and run. Raises InputError for an invalid name."""
     _require_name(name)
     run = record.model_dump(include={"experiment", "run_id", "status", "params", "provenance"})
@@ -130,7 +136,7 @@ def _require_name(name: str) -> None:
         )
 
 
-def _page(document: Sidecar, width: int, plot: str = "") -> bytes:
+def _page(document: JsonObject, width: int, plot: str = "") -> bytes:
     """Return the HTML page of a figure; without a `plot` it shows the SVG."""
     texts = {key: html.escape(document[key]) for key in ("name", "title", "caption")}
     return PAGE.format(width=width, plot=plot, **texts).encode()
@@ -145,24 +151,21 @@ def plotly_script(folder: Path) -> Path:
     return script
 
 
-def _write_of_run(record: RunRecord, document: Sidecar, contents: dict[str, bytes]) -> None:
+def _write_of_run(record: RunRecord, document: JsonObject, contents: dict[str, bytes]) -> None:
     folder = store.figures_dir(record)
     store.save_beside_figures(record, folder)
     _write(folder, document, contents)
 
 
-def _write(folder: Path, document: Sidecar, contents: dict[str, bytes]) -> None:
+def _write(folder: Path, document: JsonObject, contents: dict[str, bytes]) -> None:
     """Write a figure's files, then its sidecar. Remove older images of suffixes that failed now."""
     file = folder / document["name"]
     for suffix in document["skipped"]:
         file.with_suffix(f".{suffix}").unlink(missing_ok=True)
-    document = document | {
-        "files": {f"{file.name}.{suffix}": digest(data) for suffix, data in contents.items()}
-    }
-    for suffix, data in (
-        contents | {"json": f"{json.dumps(document, indent=1)}\n".encode()}
-    ).items():
+    for suffix, data in contents.items():
         write_atomic(file.with_suffix(f".{suffix}"), data)
+    digests = {f"{file.name}.{suffix}": digest(data) for suffix, data in contents.items()}
+    write_json(file.with_suffix(".json"), document | {"files": digests})
 
 
 def is_quick(record: RunRecord) -> bool:
@@ -197,7 +200,7 @@ def caption_of(title: str, record: RunRecord) -> str:
     return f"{', '.join(filter(None, parts))}."
 
 
-def _table_facts(table: pd.DataFrame) -> dict[str, Any]:
+def _table_facts(table: pd.DataFrame) -> JsonObject:
     """Return rows and CSV digest of a table ("\\n", shortest floats, NaN as "", no index)."""
     table = table.rename(columns=str)
     csv = table.to_csv(index=False, lineterminator="\n").encode("utf-8", "surrogatepass")
@@ -250,7 +253,7 @@ def publish_runs(
     return chosen
 
 
-def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
+def _copy_figure(sidecar: JsonObject, source: Path, figures: Path) -> None:
     """Copy the files of a figure and its record. Reads and writes no files with other names."""
     name = sidecar["name"]
     _require_name(name)
@@ -267,13 +270,13 @@ def _copy_figure(sidecar: Sidecar, source: Path, figures: Path) -> None:
     _write(figures, sidecar, contents)
 
 
-def _commit_of(sidecar: Sidecar) -> tuple[str, bool]:
+def _commit_of(sidecar: JsonObject) -> tuple[str, bool]:
     """Return the commit of a run, and whether its checkout was dirty (assumed without git)."""
     git = sidecar["provenance"].get("git") or {"commit": "unknown", "dirty": True}
     return git["commit"][:10], git["dirty"]
 
 
-def sidecars(folder: Path) -> list[Sidecar]:
+def sidecars(folder: Path) -> list[JsonObject]:
     """Return the sidecars of the figures in `folder`."""
     return [read_json(path) for path in sorted(folder.glob("*.json"))]
 
@@ -306,7 +309,7 @@ def gallery(folder: Path) -> str:
     return "\n".join(parts)
 
 
-def _entry(sidecar: Sidecar) -> str:
+def _entry(sidecar: JsonObject) -> str:
     name = sidecar["name"]
     commit, dirty = _commit_of(sidecar)
     changes = ", with changes" if dirty or sidecar.get("published_with_changes") else ""

@@ -191,7 +191,7 @@ def best_range(record: RunRecord) -> pd.DataFrame:
       among many K; BUSY if other processes disturbed the run
     """
     if "replay" not in record.measurements:  # a rule other than token: only the live K
-        return best_k(k_sweep(record)).assign(drafter=record.params["drafter"], range=NOTHING)
+        return best_k(replayed(record)).assign(range=NOTHING)
     rows = _pooled(replay_rows(record)).query("n_decoded > 0")
     frame = baseline(record).over(fastest_k(rows, ["drafter", "category", "temperature"], record))
     verdict = [*map(pays, frame["over_fastest_low"], frame["over_fastest_high"])]

@@ -17,16 +17,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate, ratio
-from specnb.book.style import (
-    COLORS,
-    STYLE,
-    dots,
-    dress,
-    error_bars,
-    looks,
-    name_panels,
-    readable,
-)
+from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
 from specnb.book.tables import baseline, compact, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
@@ -551,14 +542,13 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     # On a simulated machine, c is that of a small draft model.
     rows["drafter"] = rows["drafter"].map(readable).where(lookup, "draft model")
     rows["controller"] = rows["policy"].map(label)
-    rows["least"] = rows["policy"].map(least)
-    rows = rows.sort_values(["drafter", "least"], ascending=False, kind="stable")
+    rows = rows.sort_values("drafter", ascending=False, kind="stable")
     bars = error_bars(rows, "worst", "x")
-    order = [label(policy) for policy in least.sort_values(ascending=False).index]
     panels = {"facet_col": "machine", "facet_col_wrap": 2}
     figure = dots(rows, x="worst", y="controller", by="drafter", **panels, **bars)
+    order = [label(policy) for policy in least.sort_values(ascending=False).index]
     figure.update_yaxes(categoryorder="array", categoryarray=order)
-    name_panels(figure)
+    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
     figure = dress(figure, "worst_by_machine", title_text=title)
     return figure.update_xaxes(title_text="", row=2)  # counted from the bottom
 

@@ -60,8 +60,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
     `read.describe` and `generate` raise; earlier results are saved.
     """
     study = Experiment(EXPERIMENT, params, prompts_of(params, params.categories))
-    rows = []
-    study.measured["trial"] = rows
+    rows = study.measured["trial"] = []
     names = [
         name
         for name in dict.fromkeys((params.draft, *params.families))
@@ -74,8 +73,11 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         )
     with study:
         target = study.target = study.opened(load(params.target))
-        with_weights = [params.draft_model, *(name for name in names if name not in families)]
-        models = {name: study.opened(load(name)) for name in with_weights}
+        models = {
+            name: study.opened(load(name))
+            for name in (params.draft_model, *names)
+            if name not in families
+        }
         study.drafters = [*map(ModelDrafter, models.values())]
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)
         draft = models.pop(params.draft_model)
@@ -109,11 +111,13 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
             # else quality is unknown
             predictable = None not in (quality, reach) and name not in models
             expected = predict(reach, params.k, quality) if predictable else None
-            needed = Cost(curve, c[models.get(name, draft).name]).rate_needed(params.k)
+            cost = Cost(curve, c[models.get(name, draft).name])
+            same_text = (
+                None if params.temperature else all(g.token_ids == p.token_ids for g, p in pairs)
+            )
             tokens = [token for g in drafted for token in g.token_ids]
             can_draft = getattr(drafter.model, "can_draft", None)
             in_reach = sum(map(can_draft, tokens)) / len(tokens) if can_draft else 1.0
-            same_text = all(g.token_ids == p.token_ids for g, p in pairs)
             row = {
                 "vocabulary": name,
                 "text_shared": reach,
@@ -124,8 +128,8 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
                 **pool_rounds(drafted),
                 "in_reach": in_reach,
                 "tau_bound": bound(in_reach, params.k),
-                "same_text": None if params.temperature else same_text,
-                "rate_needed": needed,
+                "same_text": same_text,
+                "rate_needed": cost.rate_needed(params.k),
                 "speedup": speedup,
                 "low": low,
                 "high": high,

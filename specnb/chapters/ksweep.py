@@ -1,9 +1,9 @@
 """The K sweep of notebook 01: replay every K of every drafter, run some K live."""
 
 from collections.abc import Iterator
-from typing import Any
 
 from specnb.decode.generate import prompt_ids
+from specnb.io import JsonObject
 from specnb.measure.cost import verify_curve
 from specnb.measure.experiment import (
     Progress,
@@ -71,7 +71,7 @@ def run(
         return study.record()
 
 
-def _more_costs(study: Sweep) -> dict[str, Any]:
+def _more_costs(study: Sweep) -> JsonObject:
     """Return c of the live drafter, and T(n) for several sequences at each context."""
     target = study.target
     contexts = [n for n in study.params.contexts if n + SIDE_BY_SIDE[-1] <= target.caps.n_ctx]
@@ -82,7 +82,7 @@ def _more_costs(study: Sweep) -> dict[str, Any]:
     }
 
 
-def _forks(study: Sweep) -> Iterator[dict[str, Any]]:
+def _forks(study: Sweep) -> Iterator[JsonObject]:
     """Yield where greedy live texts diverge from the plain texts."""
     for live in study.generations:
         if live.k and not live.temperature:
@@ -91,7 +91,7 @@ def _forks(study: Sweep) -> Iterator[dict[str, Any]]:
                 yield {"prompt_id": live.prompt_id, "k": live.k, **fork.model_dump(mode="json")}
 
 
-def _turns(study: Sweep) -> Iterator[dict[str, Any]]:
+def _turns(study: Sweep) -> Iterator[JsonObject]:
     """Generate each turn of the conversations greedily, and replay it with the largest live K.
 
     A conversation ends at the first turn that exceeds the context. Yields nothing for a model

@@ -29,7 +29,7 @@ from specnb.divergence.sampling import LIMIT, POWER, SamplingTally
 from specnb.draft.base import Drafter, Picker, Proposal
 from specnb.draft.model import ModelDrafter
 from specnb.errors import NonFiniteLogits
-from specnb.io import project_dir
+from specnb.io import JsonObject, project_dir
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.toy import ToyLM, markov
@@ -307,7 +307,7 @@ class SameInputDrafter(ModelDrafter):
         pass  # no state between rounds
 
 
-def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[dict[str, Any]]:
+def show_note(target: LanguageModel, drafter: Any, *, k: int) -> list[JsonObject]:
     """Return one row per case: case, text, result. Resets both models."""
     prompt = [{"role": "user", "content": HELLO}] if target.vocab.chat_template else HELLO
     run = partial(generate, target, prompt, k=k, max_new_tokens=N_TOKENS)

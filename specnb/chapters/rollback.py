@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,7 +18,16 @@ from specnb.book.style import dots, dress, error_bars, looks, name_panels, reada
 from specnb.decode.generate import generate
 from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import EngineError, InputError, LoadError
-from specnb.io import cache_dir, digest, file_digest, json_lines, make_once, plain, read_json
+from specnb.io import (
+    JsonObject,
+    cache_dir,
+    digest,
+    file_digest,
+    json_lines,
+    make_once,
+    plain,
+    read_json,
+)
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import embedded_root, folder_gguf, local_folder, parse
 from specnb.lm.gguf import binding
@@ -215,7 +223,7 @@ def _with_oracle(groups: Sequence[_Group], k: int, rate: float) -> pd.DataFrame:
     return table[table["method"] != TWIN_PLAIN]
 
 
-def _records(table: pd.DataFrame) -> list[dict[str, Any]]:
+def _records(table: pd.DataFrame) -> list[JsonObject]:
     """Return the rows as dictionaries; NaN becomes None, for JSON."""
     return plain(table.to_dict("records"), nan=None)
 
@@ -257,7 +265,7 @@ def attention_twin(name: str) -> Path:
     return twin
 
 
-def _write_twin(folder: Path, config: Mapping[str, Any], twin: Path) -> None:
+def _write_twin(folder: Path, config: JsonObject, twin: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 

@@ -232,16 +232,16 @@ def choose_prompts(
 
     At least FEWEST prompts are judged. Raises InputError if a category has too few for both.
     """
-    by_category = {category: prompts(category, source=source) for category in categories}
-    judged = -(-FEWEST // len(by_category))
-    for category, of in by_category.items():
+    groups = [prompts(category, source=source) for category in categories]
+    judged = -(-FEWEST // len(groups))
+    for of in groups:
         if timed + judged > len(of):
-            few = f"{category} has {len(of)} prompts, of which {judged} are judged"
+            few = f"{of[0].category} has {len(of)} prompts, of which {judged} are judged"
             raise InputError(
                 f"{few}: got {timed} to time, expected at most {max(0, len(of) - judged)}"
             )
-    first = [prompt for of in by_category.values() for prompt in of[:timed]]
-    return first, [prompt for of in by_category.values() for prompt in of[-judged:]]
+    first = [prompt for of in groups for prompt in of[:timed]]
+    return first, [prompt for of in groups for prompt in of[-judged:]]
 
 
 def load_kind(name_or_path: str, kind: str, backbone: Backbone) -> tuple[Heads, LoadReport]:
@@ -265,11 +265,9 @@ def tabulate_by_category(
     rows = []
     for category in (*dict.fromkeys(categories), ALL):
         of = [run for run in runs if category in (ALL, categories[run.prompt])]
-        speeds = (
-            tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False).to_dict("index")
-        )
-        plain_rate = {"plain_tokens_per_s": speeds[PLAIN]["tokens_per_s"]}
-        rows.append({"category": category} | speeds[name] | plain_rate)
+        speeds = tabulate_speeds(of, baseline=PLAIN).set_index("method", drop=False)
+        plain_rate = speeds.at[PLAIN, "tokens_per_s"]
+        rows.append({"category": category, **speeds.loc[name], "plain_tokens_per_s": plain_rate})
     return pd.DataFrame(rows)
 
 

@@ -381,8 +381,11 @@ def models(
             row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]}
         )
     columns = ["name", "roles", "present", "licence", "size", "source"]
-    title = "models; `specnb models --pairs` shows which can draft for which"
-    print_result(as_json, document, table_of(title, rows, columns))
+    print_result(
+        as_json,
+        document,
+        table_of("models; `specnb models --pairs` shows which can draft for which", rows, columns),
+    )
 
 
 def _list_pairs(places: list[str] | None, as_json: bool) -> None:
@@ -470,14 +473,22 @@ def bench(
     chosen = None
     if prompts or categories or prompts_per_category:
         wanted = comma_list(categories) if categories else all_categories(prompts)
-        limit = prompts_per_category or 1
-        chosen = [p for name in wanted for p in read_prompts(name, limit=limit, source=prompts)]
+        chosen = [
+            prompt
+            for name in wanted
+            for prompt in read_prompts(name, limit=prompts_per_category or 1, source=prompts)
+        ]
         if row and len(chosen) < FEWEST:
             raise InputError(f"--row needs {FEWEST} prompts for an interval, got {len(chosen)}")
-    most = max_new_tokens or MAX_NEW_TOKENS
     with ProgressBar() as progress:
         result = bench_target(
-            target, names, chosen, ks=ks, max_new_tokens=most, progress=progress, **options
+            target,
+            names,
+            chosen,
+            ks=ks,
+            max_new_tokens=max_new_tokens or MAX_NEW_TOKENS,
+            progress=progress,
+            **options,
         )
     if row:
         write_atomic(row, f"{result.rows[0].model_dump_json(indent=1)}\n".encode())
@@ -489,6 +500,8 @@ def bench(
         "target": result.target,
         "rates": result.rates,
         "verify_curve": result.verify_curve.model_dump(),
+        "pairs": pairs,
+        "rows": rows,
     }
     parts = [table_of(result.target, result.rates, ["test", "n_tokens", "tokens_per_s", "std"])]
     if not result.pairs:
@@ -502,7 +515,7 @@ def bench(
             frame_of(f"{pair.target}, {pair.drafter}", pair.table),
             pair.conclusion,
         ]
-    print_result(as_json, plain(document | {"pairs": pairs, "rows": rows}, nan=None), *parts)
+    print_result(as_json, plain(document, nan=None), *parts)
 
 
 app.command(rich_help_panel=MODELS)(attach.attach)
@@ -572,7 +585,7 @@ def publish(
     folders = publish_runs(
         runs or [], figures, results or store.results_dir(), allow_dirty=allow_dirty
     )
-    paths = [str(folder) for folder in folders]
+    paths = [*map(str, folders)]
     gallery = str(figures / "README.md")
     print_result(as_json, {"gallery": gallery, "runs": paths}, *paths, gallery)
 

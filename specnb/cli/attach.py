@@ -1,13 +1,12 @@
 """`specnb attach`: does speculation pay on a running server? What changed between two builds?"""
 
-import json
 from pathlib import Path
 
 from typer import Exit
 
 from specnb.cli.show import Json, complain, frame_of, print_result
 from specnb.errors import InputError
-from specnb.io import read_json, write_atomic
+from specnb.io import read_json, write_atomic, write_json
 from specnb.store import results_dir
 
 
@@ -65,7 +64,7 @@ def attach(
         document = servers.run_server(params, progress=progress).measurements
     if document["runs"]:
         path = save or results_dir() / "attach.json"
-        write_atomic(path, json.dumps(document, indent=1).encode())
+        write_json(path, document)
         write_atomic(path.with_suffix(".html"), servers.draw_page(document).encode())
         findings = frame_of("findings", DataFrame(document["findings"]))
         contents = frame_of("by content", DataFrame(document["contents"]))

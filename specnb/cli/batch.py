@@ -54,10 +54,9 @@ def sweep(
     results = results or str(store.results_dir())
     jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
     if dry_run:
-        rows = [{"run_id": job.run_id, "params": job.params, "folder": job.folder} for job in jobs]
-        print_result(
-            as_json, rows, table_of(f"{len(jobs)} runs", rows, ["run_id", "params", "folder"])
-        )
+        columns = ["run_id", "params", "folder"]
+        rows = [{name: getattr(job, name) for name in columns} for job in jobs]
+        print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, columns))
         return
     resources = parse_parameters(resource or [])
     ended = []
@@ -130,8 +129,14 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     positions = by_position(requests)
     faults = find_faults(requests, k)
     unclear = [request.rounds for request in requests if len({*(request.rounds or ())}) > 1]
-    document = {"requests": len(requests), "tau": records_of(table), "advice": advice}
-    document |= {"positions": records_of(positions), "findings": faults, "unclear_rounds": unclear}
+    document = {
+        "requests": len(requests),
+        "tau": records_of(table),
+        "advice": advice,
+        "positions": records_of(positions),
+        "findings": faults,
+        "unclear_rounds": unclear,
+    }
     counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
     title = (
         f"{counted}: tokens per round; beyond the log's own K they lie between tau low and tau high"

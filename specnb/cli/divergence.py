@@ -219,12 +219,5 @@ def faults(as_json: Json = False) -> None:
 
 
 # in the usual order of use
-for command in (
-    investigate,
-    capture,
-    compare,
-    audit,
-    audit_text,
-    faults,
-):
+for command in (investigate, capture, compare, audit, audit_text, faults):
     app.command()(command)

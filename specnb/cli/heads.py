@@ -73,12 +73,7 @@ def train(
 
 
 @app.command()
-def convert(
-    path: str,
-    to: str,
-    out: Path,
-    backbone: str = "smollm2-135m",
-) -> None:
+def convert(path: str, to: str, out: Path, backbone: str = "smollm2-135m") -> None:
     """Convert trained heads from one layout to another, and print all changes."""
     from specnb.lm.load import load
     from specnb.medusa import checkpoint

@@ -73,7 +73,7 @@ class App(Typer):
             rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(
                 function.__name__, {}
             )
-            declared = {parameter: declare(parameter, row) for parameter, row in rows.items()}
+            declared = dict(declarations(rows))
             for parameter, option in declared.items():
                 function.__annotations__[parameter] = Annotated[
                     function.__annotations__[parameter], option
@@ -85,15 +85,23 @@ class App(Typer):
         return register
 
 
-def declare(name: str, row: str | Mapping[str, Any]) -> Any:
-    """Return typer's declaration of the parameter `name` from its row in `options.toml`."""
-    facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
-    facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
-    facts |= {"rich_help_panel": facts.pop("panel", None), "hidden": facts.pop("rare", False)}
-    if facts.pop("argument", False):
-        return Argument(**facts)
-    # by default, typer would add --no-…, and turn k into -k
-    return Option(*facts.pop("names", [f"--{name.replace('_', '-')}"]), **facts)
+def declarations(rows: Mapping[str, Any], panel: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter in rows of `options.toml` with typer's declaration of it.
+
+    A capitalized name is that of a group of rows, which help shows in a panel.
+    """
+    for name, row in rows.items():
+        if name.istitle():
+            yield from declarations(row, panel=name)
+            continue
+        facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
+        facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
+        facts |= {"rich_help_panel": panel, "hidden": facts.pop("rare", False)}
+        if facts.pop("argument", False):
+            yield name, Argument(**facts)
+        else:  # by default, typer would add --no-…, and turn k into -k
+            names = facts.pop("names", [f"--{name.replace('_', '-')}"])
+            yield name, Option(*names, **facts)
 
 
 def clean(text: object) -> str:

@@ -205,8 +205,8 @@ def check(target: Description, draft: Description) -> Report:
         ids,
         fitted and reach_of(fitted),
         tuple(sorted(map(Finding._make, rows), key=lambda finding: -finding.severity)),
-        _llama_cpp(*pair),
-        _transformers(*pair),
+        Opinion(*_llama_cpp(*pair)),
+        Opinion(*_transformers(*pair)),
         tuple(f"{d.name}'s {key}" for d in pair for key in d.from_memory),
     )
 
@@ -429,58 +429,49 @@ FIRST_TEXT = 5
 """SPEC_VOCAB_CHECK_START_TOKEN_ID: texts of smaller ids are never compared."""
 
 
-def _llama_cpp(target: Description, draft: Description) -> Opinion:
+def _llama_cpp(target: Description, draft: Description) -> tuple[bool | None, str]:
     """Apply the check of `common_speculative_are_compatible` (common/speculative.cpp).
 
     It compares type, add_bos and bos, add_eos and eos, size (difference <= 128), and texts from
     id 5. The first difference decides.
     """
     if option := DRAFT_HEADS.get(draft.architecture):
-        return Opinion(True, f"with --spec-type {option} it compares no tokens")
+        return True, f"with --spec-type {option} it compares no tokens"
     pair = target, draft
     vocabs = target.vocab, draft.vocab
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
-        return Opinion(False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}")
+        return False, f"vocabulary types {target.vocab.kind} and {draft.vocab.kind}"
     for name in ("bos", "eos"):
         adds, ids = ([getattr(d, key) for d in pair] for key in (f"add_{name}", name))
         if None in adds:
-            return Opinion(None, f"add_{name} is not known for both")
+            return None, f"add_{name} is not known for both"
         if adds[0] != adds[1]:
-            return Opinion(False, f"add_{name} {adds[0]} and {adds[1]}")
+            return False, f"add_{name} {adds[0]} and {adds[1]}"
         if adds[0] and ids[0] != ids[1]:
-            return Opinion(
-                False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt"
-            )
+            return False, f"{name.upper()} {ids[0]} and {ids[1]}, which are added to every prompt"
     sizes = [d.vocab_size for d in pair]
     if None in sizes:
-        return Opinion(None, "vocab_size is not known for both")
+        return None, "vocab_size is not known for both"
     if abs(sizes[0] - sizes[1]) > SIZE_DIFFERENCE:
-        return Opinion(
-            False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}"
-        )
+        return False, f"sizes {sizes[0]} and {sizes[1]} differ by more than {SIZE_DIFFERENCE}"
     if None in vocabs:
-        return Opinion(None, "the texts of the tokens are not available")
+        return None, "the texts of the tokens are not available"
     pieces = (d.vocab.pieces[FIRST_TEXT : min(d.n_tokens, *sizes)] for d in pair)
     for token, (a, b) in enumerate(zip_longest(*pieces, fillvalue=b""), FIRST_TEXT):
         if a != b:
-            return Opinion(False, f"token {token} is {_quote(a)} and {_quote(b)}")
-    return Opinion(True, f"type, added BOS and EOS, sizes, and texts from id {FIRST_TEXT} on agree")
+            return False, f"token {token} is {_quote(a)} and {_quote(b)}"
+    return True, f"type, added BOS and EOS, sizes, and texts from id {FIRST_TEXT} on agree"
 
 
-def _transformers(target: Description, draft: Description) -> Opinion:
+def _transformers(target: Description, draft: Description) -> tuple[bool | None, str]:
     """Apply the check of transformers 5.23, which takes equal sizes for equal tokenizers."""
     if draft.architecture in DRAFT_HEADS:
-        return Opinion(False, f"it has no model class for {draft.architecture}")
+        return False, f"it has no model class for {draft.architecture}"
     a = target.vocab_size
     b = draft.vocab_size
     if None in (a, b):
-        return Opinion(None, "vocab_size is not known for both")
+        return None, "vocab_size is not known for both"
     if a == b:
-        return Opinion(True, f"config.vocab_size is {a} in both; the tokenizers are not compared")
-    return Opinion(
-        False,
-        (
-            f"config.vocab_size {a} and {b}: "
-            "different tokenizers for transformers, which asks for both"
-        ),
-    )
+        return True, f"config.vocab_size is {a} in both; the tokenizers are not compared"
+    differ = f"config.vocab_size {a} and {b}: different tokenizers for transformers"
+    return False, f"{differ}, which asks for both"

@@ -27,9 +27,7 @@ class State(StrEnum):
     """The kind of a model's state, which decides how it can be rolled back."""
 
     ATTENTION = "attention"  # a KV cache, which can be cropped
-    RECURRENT = (
-        "recurrent"  # one state for all tokens: it needs snapshots, a checkpoint or a replay
-    )
+    RECURRENT = "recurrent"  # one state for all tokens: needs snapshots, a checkpoint or a replay
     HYBRID = "hybrid"  # both
 
 

@@ -102,8 +102,10 @@ def sheet(name: str) -> dict[str, Any]:
     base = name.partition("?")[0].lower()
     rows = files.status()
     licence = described.licence or next((row.licence for row in rows if row.name == base), None)
-    facts = {"model": name, **{key: getattr(described, key) for key in STATED}, "licence": licence}
-    facts |= {
+    facts = {
+        "model": name,
+        **{key: getattr(described, key) for key in STATED},
+        "licence": licence,
         "tokenizer": described.vocab and described.vocab.kind,
         "trained_n_ctx": described.n_ctx,
     }
@@ -113,17 +115,16 @@ def sheet(name: str) -> dict[str, Any]:
     crops = described.state is State.ATTENTION
     # one copy of each model, and none that would have to be fetched
     drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
-    cards = {
-        path.parent.name: read_json(path)
-        for path in files.embedded_root().parent.glob("heads/*/config.json")
-    }
+    heads = files.embedded_root().parent.glob("heads/*/config.json")
     facts |= {
         "size_bytes": weights_bytes(spec),
         "weights": files.weights_origin(name),
         "strategies": ["crop"] if crops else [*spec.engine.preferred],
         "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
         "heads": [
-            head for head, card in cards.items() if card["backbone_name"].partition("?")[0] == base
+            config.parent.name
+            for config in heads
+            if read_json(config)["backbone_name"].partition("?")[0] == base
         ],
     }
     memory = psutil.Process().memory_info

@@ -70,11 +70,11 @@ def _finding(name: str, check: Callable[..., Result], *subjects: Any) -> Finding
 
 
 class ListeningModel:
-    """Wraps a model; records the tokens in its state and the prefixes it computed logits for."""
+    """Wraps a model, and records the prefixes for which it computed logits."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
-        self.ids: list[int] = []
+        self._ids: list[int] = []
         self.asked: list[tuple[int, ...]] = []
         """The prefix of each row of logits, in order."""
 
@@ -82,18 +82,11 @@ class ListeningModel:
         return getattr(self._model, name)
 
     def forward(self, ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
+        self._ids[self._model.n_past :] = map(int, ids)
         out = self._model.forward(ids, n_logits)
-        self.ids += map(int, ids)
-        self.asked += [tuple(self.ids[: len(self.ids) - n]) for n in reversed(range(len(out)))]
+        n = len(self._ids)
+        self.asked += [tuple(self._ids[: end + 1]) for end in range(n - len(out), n)]
         return out
-
-    def rewind(self, n: int) -> None:
-        self._model.rewind(n)
-        del self.ids[len(self.ids) - n :]
-
-    def reset(self) -> None:
-        self._model.reset()
-        self.ids.clear()
 
 
 GREEDY = Chooser(Sampling(0.0))
@@ -108,9 +101,12 @@ def purity(drafter: Drafter, tokens: Sequence[int], k: int) -> Result:
         proposed.append(drafter.propose(passed, k, GREEDY).ids)
         drafter.commit(passed)
         if passed != list(tokens):
-            seen = f"the caller's {len(tokens)} tokens are {len(passed)} after drafting"
+            seen = (
+                f"the caller's {len(tokens)} tokens are {len(passed)} after drafting, "
+                f"{passed[:8]}… instead of {list(tokens)[:8]}…"
+            )
             remedy = "copy the tokens before drafting (list(tokens)), or take a read-only view"
-            return "fail", f"{seen}, {passed[:8]}… instead of {list(tokens)[:8]}…", remedy
+            return "fail", seen, remedy
     if proposed[0] != proposed[1]:
         seen = (
             "the second generation drafts different tokens from the same text: "
@@ -148,14 +144,14 @@ def _check_rounds(drafter: Drafter, recorder: ListeningModel, text: list[int], k
             if (*text, *ids[:j]) not in recorder.asked:
                 lengths = ", ".join(str(len(prefix)) for prefix in recorder.asked) or "no"
                 seen = (
-                    f"{when}, draft {j + 1} was not made "
-                    f"from prefix + {j} drafts ({len(text) + j} tokens)"
+                    f"{when}, draft {j + 1} was not made from prefix + {j} drafts "
+                    f"({len(text) + j} tokens): the model saw texts of {lengths} tokens"
                 )
                 remedy = (
                     "feed each draft token to the next step, "
                     "and after a round rewind to the accepted tokens"
                 )
-                return "fail", f"{seen}: the model saw texts of {lengths} tokens", remedy
+                return "fail", seen, remedy
         steps += len(ids)
         n_accepted = min(n_accepted, len(ids))
         rejected = ids[n_accepted] if n_accepted < len(ids) else text[-1]

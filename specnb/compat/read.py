@@ -72,12 +72,10 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
         described = read_folder(folder)
     else:
         names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
-        kinds = (
-            f"a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, or one of {', '.join(names)}"
-        )
         raise InputError(
-            f"{str(name)!r} is not a known model or tokenizer: "
-            f"{did_you_mean(text, names)}give {kinds}"
+            f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}"
+            "give a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, "
+            f"or one of {', '.join(names)}"
         )
     return replace(described, name=str(name))
 
@@ -124,9 +122,9 @@ def read_shelf(name: str) -> Description:
         "mask": frozenset(entry.get("mask", ())),
         "from_memory": tuple(entry.get("from_memory", ())),
     }
-    if "tokenizer" not in entry:
-        return Description(name, hub=f"{HUB}{entry['model']}", **facts)
     described = Description(name, **facts)
+    if "tokenizer" not in entry:
+        return replace(described, hub=f"{HUB}{entry['model']}")
     family = read_shelf(entry["tokenizer"])
     vocab = replace(
         family.vocab,
@@ -221,8 +219,8 @@ def read_folder(path: Path) -> Description:
             str(path),
             architecture=kind,
             vocab_size=size,
-            n_ctx=next((n for key in CONTEXT_KEYS if (n := text.get(key))), None),
-            n_layers=next((n for key in LAYER_KEYS if (n := text.get(key))), None),
+            n_ctx=next(filter(None, map(text.get, CONTEXT_KEYS)), None),
+            n_layers=next(filter(None, map(text.get, LAYER_KEYS)), None),
             state=state_of(kind, text.get("layer_types") or ()),
             mask=frozenset(mask) - {None},
             **{
@@ -254,9 +252,8 @@ def _with_tokenizer(
     with reading(path), tokenizing(path):
         library = Tokenizer.from_str(json.dumps(state))
         state = json.loads(library.to_str())  # adds the keys that older files omit
-        library.encode_special_tokens = (
-            True  # <|im_end|> in a text is ten characters, not one token
-        )
+        # <|im_end|> in a text is ten characters, not one token
+        library.encode_special_tokens = True
         added = library.get_added_tokens_decoder()
         names = map(library.id_to_token, range(1 + max(library.get_vocab().values())))
         pieces = spell_pieces(state, names, added)

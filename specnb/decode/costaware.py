@@ -94,12 +94,10 @@ class CostAware(Controller):
         tokens to any wider one, at least 0. Index 0 is unused.
         """
         t = self._verify
-        n = len(self._verify)
-        ahead = [
-            min(((t[m] - t[i]) / (m - i) for m in range(i + 1, n)), default=0.0)
-            for i in range(1, n)
-        ]
-        self._slope = np.maximum(0.0, np.array([0.0, *ahead]))
+        self._slope = np.zeros(len(t))
+        for n in range(1, len(t) - 1):
+            wider = np.arange(n + 1, len(t))
+            self._slope[n] = max(0.0, ((t[wider] - t[n]) / (wider - n)).min())
 
     def seed_rate(self) -> None:
         """Set the recent rate to the one that the prior acceptance rates predict."""
@@ -185,6 +183,10 @@ class CostAware(Controller):
             seconds = self._verify[outcome.k + 1] + self.draft_s * max(self._steps, outcome.k)
             self._recent = self._recent * FADE + (outcome.n_accepted + 1, seconds)
             self._lost += seconds / self._verify[1] - (outcome.n_accepted + 1)
+        # A router may report a round for which it asked for no draft length: nothing was drafted.
+        self._steps = 0
+        if self._bins:
+            self._bins = []
 
     @property
     def recent_rate(self) -> float:
@@ -252,16 +254,16 @@ class Calibration:
         self._tested[at] *= FADE
 
 
-def break_even(rounds: Sequence[float], share: float = 1.0) -> float:
+def break_even(rounds: Sequence[float]) -> float:
     """Return the acceptance rate, equal at all positions, above which a K pays; NaN if none does.
 
-    `rounds[k - 1]` is the cost of a round with k draft tokens, in plain steps. `share` is the speed
-    of plain decoding here over that of the baseline. Leviathan et al. 2211.17192, equation 1.
+    `rounds[k - 1]` is the cost of a round with k draft tokens, in plain steps. Leviathan et al.
+    2211.17192, equation 1.
 
     >>> round(break_even([1.5, 2.0]), 1)
     0.5
     """
     alphas = np.linspace(0, 0.995, 200)[:, None]
     ks = np.arange(1, len(rounds) + 1)
-    speeds = (share * (1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
+    speeds = ((1 - alphas ** (ks + 1)) / (1 - alphas) / np.asarray(rounds)).max(axis=1)
     return float(alphas[np.argmax(speeds > 1), 0]) if speeds[-1] > 1 else float("nan")

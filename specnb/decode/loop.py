@@ -243,10 +243,9 @@ def _logits(
     """
     held = len(tokens) - (ahead is None)
     if target.n_past != held:
-        used = f"got {target.n_past} tokens in the state of {target.name}, expected {held}"
         raise StateError(
-            f"{used}: another generation or the drafter used it. "
-            "Load the model once for each of them"
+            f"got {target.n_past} tokens in the state of {target.name}, expected {held}: another "
+            "generation or the drafter used it. Load the model once for each of them"
         )
     ids = proposal.ids
     tree = proposal.tree
@@ -283,11 +282,10 @@ def _located(
 ) -> NonFiniteLogits:
     """Return the error of a non-finite row after `fed`, with its position and the module added."""
     layer = model.locate_nonfinite(fed) or "unknown"
-    where = (
-        f"{model.name}, after {len(fed)} tokens: {error}; "
-        f"the first module with a non-finite output is {layer}"
+    return NonFiniteLogits(
+        f"{model.name}, after {len(fed)} tokens: {error}; the first module with a non-finite "
+        f"output is {layer}. Try dtype=float32 or check the weights"
     )
-    return NonFiniteLogits(f"{where}. Try dtype=float32 or check the weights")
 
 
 # --- when a generation ends -----------------------------------------------------------------------

@@ -174,7 +174,7 @@ class Router(DrafterBase):
         arms: Sequence[Arm],
         verify_s: Sequence[float],
         *,
-        clock: Callable[[], float] | None = None,
+        clock: Callable[[], float] = perf_counter,
     ) -> None:
         self.chooses_k = len(verify_s) - 2
         self.name = f"auto({', '.join(arm.drafter.name for arm in arms)})"
@@ -190,7 +190,7 @@ class Router(DrafterBase):
                 self.verify_s[: arm.k_max + 2], arm.draft_s, expected=arm.drafter.expected
             )
             arm.control.seed_rate()
-        self._clock = clock or perf_counter
+        self._clock = clock
         self._measured_s = self.verify_s.copy()
         self._pace = 1.0  # seconds of the last pass, relative to `verify_s`
         self._width = 0  # tokens of the last pass

@@ -49,9 +49,7 @@ class Sampling:
         """
         best = argmax(logits)
         if self.greedy:
-            row = np.zeros(len(logits))
-            row[best] = 1.0
-            return row
+            return np.eye(1, len(logits), best)[0]
         row = logits.astype(np.float64)
         row -= row[best]
         row /= self.temperature

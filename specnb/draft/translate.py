@@ -30,12 +30,11 @@ class TokenIntersection(LanguageModel):
         tokens = Tokens(target), Tokens(model)
         self.translation = choose_translation(*tokens)
         if self.translation.way is Translation.NONE:
-            kinds = (
-                f"{model.name} ({model.vocab.kind}) cannot draft "
-                f"for {target.name} ({target.vocab.kind})"
+            raise VocabularyMismatch(
+                f"{model.name} ({model.vocab.kind}) cannot draft for {target.name} "
+                f"({target.vocab.kind}): their tokens cannot be translated "
+                f"({self.translation.overlap}). {OTHER_DRAFTERS}"
             )
-            why = f"their tokens cannot be translated ({self.translation.overlap})"
-            raise VocabularyMismatch(f"{kinds}: {why}. {OTHER_DRAFTERS}")
         self._map = TokenMap(*tokens)
         self.model = model
         self.name = model.name

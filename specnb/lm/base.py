@@ -4,7 +4,7 @@ A `LanguageModel` has a state (the tokens processed so far) and a forward pass. 
 drafting or sampling.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Annotated, Any, Literal, Protocol, runtime_checkable
@@ -54,7 +54,7 @@ class Capabilities:
     same_bits_up_to: int = 0
     trees: bool = False
     trees_reason: str = ""
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     @property
     def certificate(self) -> str:
@@ -65,16 +65,16 @@ class Capabilities:
             threads += " (the same number for both)"
         here = f"on this machine, in {self.engine}, {self.dtype}, {threads}"
         if not self.same_bits_up_to:
-            differ = (
-                f"forward passes over 2 or more tokens round differently from single steps {here}"
-            )
             return (
-                f"{differ}: "
-                "greedy output may diverge from plain decoding where two tokens are nearly tied"
+                "forward passes over 2 or more tokens round differently from single steps "
+                f"{here}: greedy output may diverge from plain decoding where two tokens are "
+                "nearly tied"
             )
         rule = f" ({by})" if (by := self.details.get("exact_by")) else ""
-        widths = f"forward passes over 1 to {self.same_bits_up_to} tokens"
-        return f"greedy output is bit-identical to plain decoding for {widths}, {here}{rule}"
+        return (
+            "greedy output is bit-identical to plain decoding for forward passes over 1 to "
+            f"{self.same_bits_up_to} tokens, {here}{rule}"
+        )
 
 
 @runtime_checkable
@@ -145,8 +145,10 @@ class TreeModel(LanguageModel, Protocol):
 def check_settled(model: LanguageModel) -> None:
     """Raise StateError if the state still holds a tree."""
     if (tree := model.unsettled) is not None:
-        state = f"{model.name} holds {len(tree)} nodes of a tree"
-        raise StateError(f"{state}: call keep_path ([] for none) or reset first")
+        raise StateError(
+            f"{model.name} holds {len(tree)} nodes of a tree: call keep_path ([] for none) or "
+            "reset first"
+        )
 
 
 def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
@@ -155,19 +157,24 @@ def check_tree(model: LanguageModel, ids: Sequence[int], tree: Tree) -> None:
         raise InputError(f"{model.name} cannot compute trees: {model.caps.trees_reason}")
     check_forward(model, ids, None)
     if len(ids) != len(tree):
-        sizes = f"{len(ids)} ids for a tree of {len(tree)} nodes"
-        raise InputError(f"forward_tree of {model.name} got {sizes}: pass one id per node")
+        raise InputError(
+            f"forward_tree of {model.name} got {len(ids)} ids for a tree of {len(tree)} nodes: "
+            "pass one id per node"
+        )
 
 
 def check_path(model: LanguageModel, nodes: Sequence[int]) -> list[int]:
     """Return `nodes` as a list if they are a path of the last tree; raise as `keep_path` does."""
     if (tree := model.unsettled) is None:
-        reason = "needs a tree, and there is none to settle: call forward_tree first"
-        raise StateError(f"keep_path of {model.name} {reason}")
+        raise StateError(
+            f"keep_path of {model.name} needs a tree, and there is none to settle: call "
+            "forward_tree first"
+        )
     path = list(nodes)
     if tree.path(path[-1] if path else COMMITTED) != path:
-        expected = f"expected a path from a root of the last tree of {model.name}"
-        raise InputError(f"got nodes {path!r:.80}, {expected}")
+        raise InputError(
+            f"got nodes {path!r:.80}, expected a path from a root of the last tree of {model.name}"
+        )
     return path
 
 
@@ -176,15 +183,20 @@ def check_forward(model: LanguageModel, ids: Sequence[int], n_logits: int | None
     check_settled(model)
     array = np.asarray(ids)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu":
-        expected = "expected a flat list of at least one token id"
-        raise InputError(f"forward of {model.name} got {ids!r:.80}, {expected}")
+        raise InputError(
+            f"forward of {model.name} got {ids!r:.80}, expected a flat list of at least one token "
+            "id"
+        )
     if (bad := array[(array < 0) | (array >= model.vocab.size)]).size:
-        valid = f"the vocabulary of {model.name} (0..{model.vocab.size - 1})"
-        raise InputError(f"token id {bad[0]} is outside {valid}")
+        raise InputError(
+            f"token id {bad[0]} is outside the vocabulary of {model.name} "
+            f"(0..{model.vocab.size - 1})"
+        )
     if model.n_past + len(ids) > model.caps.n_ctx:
-        limit = f"the context of {model.name} holds {model.caps.n_ctx} tokens"
-        full = f"{limit}: {model.n_past} and {len(ids)} more do not fit"
-        raise CapacityError(f"{full}; load it with a larger n_ctx, or shorten the prompt")
+        raise CapacityError(
+            f"the context of {model.name} holds {model.caps.n_ctx} tokens: {model.n_past} and "
+            f"{len(ids)} more do not fit; load it with a larger n_ctx, or shorten the prompt"
+        )
     rows = len(ids) if n_logits is None else n_logits
     if not 0 <= rows <= len(ids):
         raise InputError(f"got n_logits={n_logits}, expected 0 to {len(ids)} (the number of ids)")

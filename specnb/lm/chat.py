@@ -22,12 +22,10 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
 
     if not vocab.chat_template:
         raise InputError("this model has no chat template: pass plain text instead of messages")
-    text_of = {"bos_token": vocab.bos, "eos_token": vocab.eos}
-    tokens = {
-        name: "" if i is None else vocab.pieces[i].decode("utf-8", "replace")
-        for name, i in text_of.items()
-    }
-    options = {"chat_template": vocab.chat_template, "add_generation_prompt": True, **tokens}
+    bos, eos = (
+        "" if token is None else vocab.pieces[token].decode("utf-8", "replace")
+        for token in (vocab.bos, vocab.eos)
+    )
     end = time.thread_time() + MAX_S
 
     def check(frame, *_event):
@@ -42,9 +40,18 @@ def render_chat(vocab: Vocabulary, messages: Sequence[Mapping[str, str]]) -> str
     before = sys.gettrace()
     try:
         sys.settrace(check)
-        return render_jinja_template([[*map(dict, messages)]], **options)[0][0]
+        rendered, _ = render_jinja_template(
+            [[*map(dict, messages)]],
+            chat_template=vocab.chat_template,
+            add_generation_prompt=True,
+            bos_token=bos,
+            eos_token=eos,
+        )
+        return rendered[0]
     except Exception as error:  # a template is a program: it may divide by zero or recurse
-        reason = f"cannot be rendered ({str(error) or type(error).__name__})"
-        raise InputError(f"the chat template of this model {reason}: pass plain text") from error
+        raise InputError(
+            "the chat template of this model cannot be rendered "
+            f"({str(error) or type(error).__name__}): pass plain text"
+        ) from error
     finally:
         sys.settrace(before)

@@ -81,15 +81,18 @@ def parse(name: str, **options: Any) -> ModelSpec:
     try:
         options = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=True)) | options
     except ValueError as error:
-        example = "write NAME?backend=hf&n_ctx=512"
-        raise InputError(f"cannot read the options {query!r} of {name!r}; {example}") from error
+        raise InputError(
+            f"cannot read the options {query!r} of {name!r}; write NAME?backend=hf&n_ctx=512"
+        ) from error
     where = _where(source)
     chosen = options.pop("backend", None)
     backend = chosen or ("hf" if where == "hf" else "llama")
     require_known("backend", backend, ENGINES)
     if backend == "llama" and where == "hf" and source.startswith("hf:"):
-        remedy = f"add the file type, {source}:Q4_K_M"
-        raise InputError(f"{name!r} is on a hub, expected a GGUF for llama.cpp: {remedy}")
+        raise InputError(
+            f"{name!r} is on a hub, expected a GGUF for llama.cpp: add the file type, "
+            f"{source}:Q4_K_M"
+        )
     keys = list(options)
     if backend == "hf":
         four_bits = is_four_bits(source, where)
@@ -116,8 +119,9 @@ def _where(source: str) -> str:
     if on_hub or source in embedded_names() or (source and os.path.isdir(path)):  # noqa: PTH112
         return "hf"
     if os.path.isfile(path):  # noqa: PTH113 - Path.is_file raises if the name is too long
-        expected = "expected a .gguf file or the folder of a transformers model"
-        raise InputError(f"got the file {source}, {expected}")
+        raise InputError(
+            f"got the file {source}, expected a .gguf file or the folder of a transformers model"
+        )
     if "/" in source or "\\" in source:
         hint = "a file name ends in .gguf, a model on a hub is named hf:ORG/NAME"
         if re.fullmatch(r"[\w-][\w.-]*/[\w.:-]+", source):
@@ -169,8 +173,11 @@ def typed_options(spec: ModelSpec) -> dict[str, Any]:
     Raises InputError for an unknown option, and for a value out of range.
     """
     parameters = inspect.signature(spec.engine.open).parameters.values()
-    keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "name"]
-    fields = {p.name: (p.annotation, p.default) for p in keywords}
+    fields = {
+        p.name: (p.annotation, p.default)
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.name != "name"
+    }
     options = dict(spec.options)
     if spec.backend == "llama":  # these are options of `local_file`, not of the engine
         options.pop({"hf": "weights", "hub": "revision"}.get(spec.where, ""), None)
@@ -386,9 +393,11 @@ def folder_gguf(folder: Path, kind: str) -> Path:
     folder = folder.resolve()
     file = folder.with_name(f"{folder.name}.f16.gguf")
     if not file.is_file():
-        got = f"got the folder {folder}, expected a GGUF for llama.cpp: convert it to {file}"
-        tool = "llama.cpp's convert_hf_to_gguf.py"
-        raise InputError(f"{got} with {tool}, or in a checkout with python -m data.models.convert")
+        raise InputError(
+            f"got the folder {folder}, expected a GGUF for llama.cpp: convert it to {file} with "
+            "llama.cpp's convert_hf_to_gguf.py, or in a checkout with python -m "
+            "data.models.convert"
+        )
     return file if kind == "f16" else copy_once(file, kind)
 
 
@@ -417,19 +426,16 @@ def status() -> list[ZooStatus]:
     """List zoo models with their copies, and embedded models; open and download nothing."""
     rows = []
     for entry in ENTRIES.values():
-        for kind in (None, *entry.derived_bytes):
+        shipped = entry.file(None)
+        size = entry.member_bytes
+        present = size_of(shipped) == size
+        rows.append(ZooStatus(entry.name, entry.source, entry.licence, size, present, shipped))
+        for kind, n_bytes in entry.derived_bytes.items():
             file = entry.file(kind)
-            n_bytes = entry.n_bytes(kind)
-            if kind is None:
-                name = entry.name
-                source = entry.source
-                present = size_of(file) == n_bytes
-            else:
-                name = f"{entry.name}:{kind}"
-                source = f"{'de' if kind in WIDE else 're'}quantized from {entry.name}"
-                present = file.is_file()
-            size = size_of(file) if present else n_bytes
-            rows.append(ZooStatus(name, source, entry.licence, size, present, file))
+            name = f"{entry.name}:{kind}"
+            source = f"{'de' if kind in WIDE else 're'}quantized from {entry.name}"
+            size = size_of(file) or n_bytes
+            rows.append(ZooStatus(name, source, entry.licence, size, file.is_file(), file))
     for name in embedded_names():
         folder = local_folder(name)
         size = sum(map(size_of, folder.iterdir()))

@@ -92,16 +92,20 @@ def probe_steps(model: LanguageModel) -> Steps:
         blocks = rows_distance(_last_rows(model, [ids[:half], ids[half:]], half), whole)
         single = rows_distance(_last_rows(model, [[token] for token in ids], half), whole)
     except Exception as error:
-        reason = f"{error}; use a GGUF file of this model"
-        raise LoadError(f"{model.name} cannot be run with transformers' cache: {reason}") from error
+        raise LoadError(
+            f"{model.name} cannot be run with transformers' cache: {error}; use a GGUF file of "
+            "this model"
+        ) from error
     agree = blocks < TOLERANCE[exact]
     if single < STEP_TOLERANCE[exact]:
         return "blocks" if agree else "later"
     if agree and single < STEP_LIMIT:
         return "single"
-    differs = f"single steps of {model.name} differ from one pass by {single:.0%} of the spread"
-    causes = "it is not a causal language model, or transformers does not cache its state"
-    raise LoadError(f"{differs}: {causes}. Use a GGUF file of this model")
+    raise LoadError(
+        f"single steps of {model.name} differ from one pass by {single:.0%} of the spread: it is "
+        "not a causal language model, or transformers does not cache its state. Use a GGUF file "
+        "of this model"
+    )
 
 
 def certify(

@@ -20,8 +20,8 @@ processes the tokens again from the start, which `RewindCost` counts.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import Field
@@ -215,10 +215,8 @@ class Checkpoint(Recompute):
 
     kind = "checkpoint"
 
-    def __init__(self, engine: Engine) -> None:
-        super().__init__(engine)
-        self._saved: Saved | None = None
-        self._at_boundary = True
+    _saved: Saved | None = None
+    _at_boundary = True
 
     @property
     def nbytes(self):
@@ -349,19 +347,18 @@ class RewindableModel(LanguageModel):
     pace: ThreadPace | None = None
     """Adapts the number of threads to the free cores; None if there is only one candidate."""
 
-    def _follow_cores(
-        self, counts: Sequence[int], apply: Callable[[int], None], *, any_time: bool
-    ) -> None:
+    def _follow_cores(self, counts: Sequence[int], *, any_time: bool) -> None:
         """Let the thread count follow the free cores, within `counts`; report in `caps.details`."""
         if len(counts) == 1:
             return
         when = "within a text" if any_time else "between texts"
-        threads = {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
-        details = {**self.caps.details, **threads}
-        self.caps = replace(self.caps, details=details)
+        details = self.caps.details
+        details |= {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
+
+        engine = self._engine
 
         def follow(n: int) -> None:
-            apply(n)
+            engine.set_threads(n)
             details["fewest_threads"] = min(n, details["fewest_threads"])
 
         self.pace = ThreadPace(counts, follow, any_time=any_time)
@@ -405,12 +402,15 @@ class RewindableModel(LanguageModel):
                         raise
                     refused.append(f"{name} fails: {error}")
             self.reset()
-        reasons = "; ".join(refused)
-        raise LoadError(f"{self.name} has no exact rollback: {reasons}. Try rollback=recompute")
+        raise LoadError(
+            f"{self.name} has no exact rollback: {'; '.join(refused)}. Try rollback=recompute"
+        )
 
-    def _require_open(self) -> None:
+    def _require_open(self) -> Any:
+        """Return the engine. Raises InputError if the model was closed."""
         if self._engine is None:
             raise InputError(f"{self.name} was closed: load it again")
+        return self._engine
 
     @contextmanager
     def _restore_on_error(self, n: int) -> Iterator[None]:

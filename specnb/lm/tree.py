@@ -57,8 +57,10 @@ class Tree:
         Raises InputError for a node outside the tree.
         """
         if not COMMITTED <= node < len(self):
-            expected = f"expected 0 to {len(self) - 1}, or -1 for the committed text"
-            raise InputError(f"got node {node} of a tree, {expected}")
+            raise InputError(
+                f"got node {node} of a tree, expected 0 to {len(self) - 1}, or -1 for the "
+                "committed text"
+            )
         path = []
         while node != COMMITTED:
             path.append(node)

@@ -136,8 +136,10 @@ def require_rows(rows: int, file: object, stated: Mapping[str, Any]) -> None:
     """Raise InputError if an id under ID_KEYS in `stated`, the contents of `file`, has no row."""
     for key in ID_KEYS:
         if (last := max(ids_in(stated.get(key)), default=0)) >= rows:
-            reason = f"{key} is {last}, but the embedding has {rows} rows (ids from 0)"
-            raise InputError(f"{file}: {reason}: correct it, or resize the embedding")
+            raise InputError(
+                f"{file}: {key} is {last}, but the embedding has {rows} rows (ids from 0): "
+                "correct it, or resize the embedding"
+            )
 
 
 def read_tokenizer(path: Path) -> dict[str, Any]:
@@ -162,8 +164,10 @@ def tokenizing(subject: object) -> Iterator[None]:
         # TypeError: a lone surrogate
         if type(error).__name__ not in ("PanicException", "TypeError"):
             raise
-        reason = f"{error!s:.200}; change the text, or repair tokenizer.json"
-        raise InputError(f"{subject!r:.200} cannot be tokenized: {reason}") from error
+        raise InputError(
+            f"{subject!r:.200} cannot be tokenized: {error!s:.200}; change the text, or repair "
+            "tokenizer.json"
+        ) from error
 
 
 def first_difference(target: Vocabulary, draft: Vocabulary) -> int | None:
@@ -179,6 +183,7 @@ def require_same(target: Vocabulary, draft: Vocabulary, names: Sequence[str]) ->
     """
     if (token := first_difference(target, draft)) is not None:
         texts = [repr(v.pieces[token]) if token < v.size else "no such id" for v in (target, draft)]
-        models = " and ".join(names)
-        differ = f"{models} map token id {token} to different texts, {texts[0]} and {texts[1]}"
-        raise VocabularyMismatch(f"{differ}. {OTHER_DRAFTERS}")
+        raise VocabularyMismatch(
+            f"{' and '.join(names)} map token id {token} to different texts, "
+            f"{' and '.join(texts)}. {OTHER_DRAFTERS}"
+        )

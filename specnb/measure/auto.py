@@ -50,8 +50,10 @@ def auto_drafter(target: LanguageModel, *, arms: str = "") -> Router:
     if expected and not expected[0] > _needed(router, arm):
         arm.drafter.close()
         router = Router(router.arms[:1], router.verify_s)
-        rate = f"the acceptance rate on its card, {100 * expected[0]:.0f} %"
-        reason = f"{arm.drafter.name} was not used: at {rate}, it costs more than it saves here."
+        reason = (
+            f"{arm.drafter.name} was not used: at the acceptance rate on its card, "
+            f"{100 * expected[0]:.0f} %, it costs more than it saves here."
+        )
         router.findings = (reason,)
     return router
 
@@ -114,8 +116,10 @@ def judge_drafts(
         tested = sum(min(n, n_accepted + 1) for arm, n, n_accepted in rounds if arm == name)
         alpha = accepted / tested if tested else None
         did = f"{accepted} of {tested} tested draft tokens were accepted" if tested else "no drafts"
-        step = f"one draft step takes {c:.2f} plain decoding steps"
-        accounts.append(f"{name}: {did}; {step}; {_describe_break_even(needed, busy)}.")
+        accounts.append(
+            f"{name}: {did}; one draft step takes {c:.2f} plain decoding steps; "
+            f"{_describe_break_even(needed, busy)}."
+        )
     judged = {"what_paid": " ".join(accounts)}
     if len(arms) == 1:
         judged["alpha"] = alpha

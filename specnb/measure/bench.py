@@ -108,6 +108,7 @@ def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     )
     rows["identical"] = rows["token_ids"] == rows["plain_ids"]
     columns = [
+        "method",
         "tokens_per_s",
         "speedup",
         "low",
@@ -117,7 +118,7 @@ def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
         "identical",
         "n_prompts",
     ]
-    return speed_table(rows, ["method"])[["method", *columns]]
+    return speed_table(rows, ["method"])[columns]
 
 
 SPEED = ["n_decoded", "seconds", "plain_decoded", "plain_s"]

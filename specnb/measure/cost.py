@@ -16,6 +16,7 @@ from specnb.decode.costaware import break_even
 from specnb.draft.base import Drafter
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
+from specnb.lm.tree import COMMITTED, Tree
 from specnb.machine import Neighbours
 
 WIDTHS = (1, 2, 3, 5, 9, 17)
@@ -169,7 +170,7 @@ def verify_curve(
     >>> curve.widths, curve.seconds(5) > 0
     ((1, 5), True)
     """
-    return _measured(model, (), widths or widths_of(model), context, repeats)[0]
+    return time_passes(model, (), widths or widths_of(model), context, repeats)[0]
 
 
 def verify_costs(
@@ -192,7 +193,7 @@ def verify_costs(
     half = min(model.caps.n_ctx // 2 for model in (target, *models.values()))
     context = min(QUICK_CONTEXT if quick else CONTEXT, half)
     widths = {1, *(n for n in widths_of(target, quick=quick) if n <= k_max), k_max + 1}
-    curve, steps_s = _measured(
+    curve, steps_s = time_passes(
         target, tuple(models.values()), widths, context, repeats, quick=quick
     )
     steps = {d.name: d.step_s() for d in drafters} | dict(zip(models, steps_s, strict=True))
@@ -204,7 +205,7 @@ def crosses_engines(target: LanguageModel, drafter: Drafter) -> bool:
     return bool(drafter.model) and drafter.model.caps.engine != target.caps.engine
 
 
-def _measured(
+def time_passes(
     target: LanguageModel,
     drafts: Sequence[LanguageModel],
     widths: Collection[int],
@@ -212,16 +213,22 @@ def _measured(
     repeats: int,
     *,
     quick: bool = False,
+    trees: bool = False,
 ) -> tuple[CostCurve, list[float]]:
-    """Return the target's curve, and the median seconds of a step of each draft model."""
+    """Return the target's curve, and the median seconds of a step of each draft model.
+
+    With `trees`, a pass over several tokens is one over a tree: a root and its children.
+    """
     # 1. Check the limits of the models, and fill their states.
     widths = tuple(sorted(set(widths)))
-    passes = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
+    passes: list[tuple[Any, int]] = [(target, n) for n in widths] + [(draft, 1) for draft in drafts]
     for model, n in passes:
         n_ctx = model.caps.n_ctx
         if context < 1 or context + n > n_ctx or n > model.caps.max_width:
-            tokens = f"{context} tokens and a forward pass over {n}"
-            raise InputError(f"{tokens} exceed the limits of {model.name} (context {n_ctx})")
+            raise InputError(
+                f"{context} tokens and a forward pass over {n} "
+                f"exceed the limits of {model.name} (context {n_ctx})"
+            )
     models = (target, *drafts)
     rng = np.random.default_rng(0)
     vocab_size = min(model.vocab.size for model in models)
@@ -238,10 +245,17 @@ def _measured(
             break
         for index in rng.permutation(len(passes)).tolist():
             model, n = passes[index]
+            fed = ids[context : context + n]
             start_s = perf_counter()
-            model.forward(ids[context : context + n])
+            if trees and n > 1:
+                model.forward_tree(fed, Tree((COMMITTED, *[0] * (n - 1))))
+            else:
+                model.forward(fed)
             pass_s = perf_counter() - start_s
-            model.rewind(n)
+            if trees and n > 1:
+                model.keep_path([])
+            else:
+                model.rewind(n)
             if repeat >= 0 or quick:
                 samples[index].append(pass_s)
     # 3. Summarize.
@@ -277,10 +291,13 @@ def plain_rates(
                 model.forward(ids[start : min(start + width, n)], n_logits=1)
             samples.append(n / (perf_counter() - start_s))
         del samples[0]  # warm-up
-        mean = float(np.mean(samples))
-        std = float(np.std(samples, ddof=1))
-        rows.append(
-            {"test": test, "n_tokens": n, "tokens_per_s": mean, "std": std, "samples": samples}
-        )
+        row = {
+            "test": test,
+            "n_tokens": n,
+            "tokens_per_s": float(np.mean(samples)),
+            "std": float(np.std(samples, ddof=1)),
+            "samples": samples,
+        }
+        rows.append(row)
     model.reset()
     return rows

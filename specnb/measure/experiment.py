@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from math import inf
 from time import perf_counter
@@ -106,11 +106,14 @@ def check_prompts(target: LanguageModel, chosen: Sequence[Prompt], max_new_token
         try:
             n = len(prompt_ids(target, prompt))
         except InputError as error:
-            message = f"prompt {prompt.id} cannot be used with {target.name}: {error}"
-            raise InputError(message) from error
+            raise InputError(
+                f"prompt {prompt.id} cannot be used with {target.name}: {error}"
+            ) from error
         if n > limit:
-            got = f"prompt {prompt.id} has {n} tokens"
-            raise CapacityError(f"{got}, {target.name} takes at most {limit}: raise n_ctx")
+            raise CapacityError(
+                f"prompt {prompt.id} has {n} tokens, "
+                f"{target.name} takes at most {limit}: raise n_ctx"
+            )
 
 
 def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[str, Any]]:
@@ -126,32 +129,25 @@ def models_of(target: LanguageModel, drafters: Sequence[Drafter]) -> list[dict[s
     return models
 
 
+@dataclass(eq=False)
 class Experiment:
     """A running experiment: its parameters, its models, and the results so far.
 
     A context manager: on exit it closes the models. If an error ends the run, the results so far
-    are saved as the record of a failed run.
+    are saved as the record of a failed run. `target` is None if no model of the package runs.
     """
 
+    name: str
+    params: Params
+    chosen: Sequence[Prompt]
+    target: LanguageModel | None = None
+    drafters: list[Drafter] = field(default_factory=list)
+    generations: list[Generation] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
     models: list[dict[str, Any]] | None = None
     """Replaces `models_of(target, drafters)` in the provenance."""
 
-    def __init__(
-        self,
-        name: str,
-        params: Params,
-        chosen: Sequence[Prompt],
-        target: LanguageModel | None = None,
-        drafters: Sequence[Drafter] = (),
-    ) -> None:
-        """Start an experiment; `target` is None if no model of the package runs."""
-        self.name = name
-        self.params = params
-        self.chosen = chosen
-        self.target = target
-        self.drafters = list(drafters)
-        self.generations: list[Generation] = []
-        self.measured: dict[str, Any] = {}
+    def __post_init__(self) -> None:
         self._started = Neighbours()
         self._opened = ExitStack()
 

@@ -62,12 +62,10 @@ def follow(
         or generation.target != target.name
         or generation.max_new_tokens not in (None, max_new_tokens)
     ):
-        described = (
-            f"K = {generation.k}, {generation.max_new_tokens} tokens at most, "
-            f"by {generation.target}"
-        )
         raise InputError(
-            f"got {described}, expected a plain generation by {target.name} with {max_new_tokens}"
+            f"got K = {generation.k}, {generation.max_new_tokens} tokens at most, "
+            f"by {generation.target}, "
+            f"expected a plain generation by {target.name} with {max_new_tokens}"
         )
     require_followed(drafters)
     text = _Text(target, generation, k_max, max_new_tokens)
@@ -82,12 +80,13 @@ def follow(
             recording = text.follow_heads(drafter)
         else:
             recording = text.follow_proposals(drafter)
-        recordings.append(recording._replace(drafter=drafter.name))
+        round_steps = drafter.at_once * drafter.n_heads
+        recordings.append(recording._replace(drafter=drafter.name, round_steps=round_steps))
     return recordings
 
 
 class _Text:
-    """A plain generation. Each `follow_…` method returns a recording without the drafter's name."""
+    """A plain generation. Each `follow_…` method returns a recording, without name and steps."""
 
     def __init__(
         self, target: LanguageModel, generation: Generation, k_max: int, max_new_tokens: int
@@ -121,61 +120,48 @@ class _Text:
 
     def follow_heads(self, drafter: Drafter) -> Recording:
         """Record trained heads that sample a chain, from their rows at every position."""
-        # heads draft nothing in the first round
-        offered = [min(limit, drafter.n_heads) if at else 0 for at, limit in enumerate(self.limits)]
-        keep = []
-        beliefs = []
+        rounds = []
         for at, tokens in self._along(drafter):
-            true_ids = self.token_ids[at : at + offered[at]]
+            # heads draft nothing in the first round
+            offered = min(self.limits[at], drafter.n_heads) if at else 0
+            true_ids = self.token_ids[at : at + offered]
             rows = drafter.rows(tokens, true_ids) if true_ids else []
-            drafted = zip(rows, true_ids, self.blank.p_target[at:], strict=False)
-            keep.append(
-                tuple(
-                    _kept(_chance(self.sampling, row, token), p_target)
-                    for row, token, p_target in drafted
+            keep = tuple(
+                _kept(_chance(self.sampling, row, token), p_target)
+                for row, token, p_target in zip(
+                    rows, true_ids, self.blank.p_target[at:], strict=False
                 )
             )
-            beliefs.append(tuple(map(top_probability, rows)))
-        return self.blank._replace(
-            keep=tuple(keep),
-            offered=tuple(offered),
-            head_beliefs=tuple(beliefs),
-            round_steps=drafter.at_once * drafter.n_heads,
-        )
+            rounds.append((keep, offered, tuple(map(top_probability, rows))))
+        return self._recording(rounds, "keep", "offered", "head_beliefs")
 
     def follow_proposals(self, drafter: Drafter) -> Recording:
         """Record the proposal of a deterministic drafter at every position."""
-        reads_rows = drafter.target
-        keep = []
-        offered = []
-        beliefs = []
-        support = []
-        drafts = []
+        fields = ["keep", "offered", "drafts"]
+        if drafter.target:
+            fields.append("head_beliefs")
+        elif not drafter.model:  # with a model, there are no matches, which some controllers read
+            fields.append("support")
+        rounds = []
         for at, tokens in self._along(drafter):
             watch = WatchingPicker()
             limit = self.limits[at]
             ids = drafter.propose(tokens, limit, watch).ids if limit else ()
-            if watch.beliefs and not reads_rows:
+            if watch.beliefs and not drafter.target:
                 raise InputError(
                     f"{drafter.name} picks tokens from logits: "
                     "only draft models and heads may do so here"
                 )
-            offered.append(len(ids))
-            keep.append(
-                tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False))
-            )
-            drafts.append(tuple(map(self.target.vocab.piece, ids)))
-            support.append(watch.support)
-            beliefs.append(tuple(watch.beliefs))
-        recording = self.blank._replace(
-            keep=tuple(keep), offered=tuple(offered), drafts=tuple(drafts)
-        )
-        if reads_rows:
-            return recording._replace(
-                head_beliefs=tuple(beliefs), round_steps=drafter.at_once * drafter.n_heads
-            )
-        # a drafter with a model has no matches, so controllers that read these are not replayed
-        return recording._replace(support=() if drafter.model else tuple(support))
+            keep = tuple(float(d == x) for d, x in zip(ids, self.token_ids[at:], strict=False))
+            drafts = tuple(map(self.target.vocab.piece, ids))
+            evidence = tuple(watch.beliefs) if drafter.target else watch.support
+            rounds.append((keep, len(ids), drafts, evidence))
+        return self._recording(rounds, *fields)
+
+    def _recording(self, rounds: Sequence[tuple], *fields: str) -> Recording:
+        """Return a recording with `fields`, from their values at every position."""
+        columns = zip(*rounds, strict=True)  # empty for a text without tokens
+        return self.blank._replace(**dict(zip(fields, columns, strict=False)))
 
     def _along(self, drafter: Drafter) -> Iterator[tuple[int, TokenView]]:
         """Yield the position of each generated token, and the tokens before it.

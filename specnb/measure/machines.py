@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Self
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from specnb.decode.generate import checked_settings
-from specnb.draft.load import check_drafter, open_pair
+from specnb.draft.load import check_drafter, load_drafter
 from specnb.io import project_dir, read_json, validated
 from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
@@ -155,12 +155,12 @@ def bench_target(
         timed = chosen or [
             p.without_template for name in CATEGORIES for p in prompts(name, limit=1)
         ]
-        drafters = []
-        for name in drafter_names:
-            _, drafter, _ = opened.enter_context(
-                open_pair(target, name, strict=True, **options_of[name])
+        drafters = [
+            opened.enter_context(
+                closing(load_drafter(name, target, strict=True, **options_of[name]).drafter)
             )
-            drafters.append(drafter)
+            for name in drafter_names
+        ]
         pairs = []
         if drafters:
             pairs = time_pairs(

@@ -43,9 +43,9 @@ def share_options(
     for name in options:
         require_known("option of a drafter", name, OPTIONS)
         if set(OPTIONS[name]).isdisjoint(drafters):
-            got = ", ".join(filter(None, drafters)) or "no drafter"
             raise InputError(
-                f"{name} is an option of the drafter {' or '.join(OPTIONS[name])}, got {got}"
+                f"{name} is an option of the drafter {' or '.join(OPTIONS[name])}, "
+                f"got {', '.join(filter(None, drafters)) or 'no drafter'}"
             )
     return {
         drafter: {name: value for name, value in options.items() if drafter in OPTIONS[name]}
@@ -172,7 +172,7 @@ def run_pair(
         neighbours = Neighbours()
         progress(2, 3, "measuring plain decoding" if with_baseline else "generating")
         baseline = generate(target, prompt, **settings) if with_baseline else None
-        show = None if limits.stop_strings else _shown_rounds(target, on_text)
+        show = _shown_rounds(target, on_text) if on_text and not limits.stop_strings else None
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
         busy = neighbours.during(target.caps, filter(None, (baseline, generation))).busy
         generation = generation.model_copy(update={"fallback": fallback or generation.fallback})
@@ -180,8 +180,8 @@ def run_pair(
         plain = baseline and baseline.tokens_per_s
         step_s = 1 / plain if plain else _step_s(target, generation)
         compared = _compare(target, baseline, generation) if baseline else {}
-        requested = None if controller else k
-        notes = _notes(target, drafter, generation, k=requested, fork=compared.get("fork"))
+        fork = compared.get("fork")
+        notes = _notes(target, drafter, generation, k=None if controller else k, fork=fork)
         if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):
             cost = measure_cost(target, drafter, most)
         judged = judge_drafts(drafter, generation, cost, busy=busy)
@@ -203,12 +203,8 @@ def _take_options(
     return options
 
 
-def _shown_rounds(
-    target: LanguageModel, on_text: Callable[[str, bool], object] | None
-) -> Callable | None:
+def _shown_rounds(target: LanguageModel, on_text: Callable[[str, bool], object]) -> Callable:
     """Return a callback that passes the text pieces of each round to `on_text`."""
-    if on_text is None:
-        return None
     stream = TextStream(target.vocab)
 
     def show(newest):
@@ -252,12 +248,9 @@ def _notes(
             f"No round drafted more than {longest} tokens; K = {generation.k} was requested."
         )
     if longest and generation.loops:
-        share = (
-            f"{100 * generation.repeated_share:.0f} % of its sequences of {REPEAT} tokens "
-            "occurred before"
-        )
         notes.append(
-            f"The text repeats itself ({share}), so more draft tokens are accepted than elsewhere."
+            f"The text repeats itself ({100 * generation.repeated_share:.0f} % of its sequences of "
+            f"{REPEAT} tokens occurred before), so more draft tokens are accepted than elsewhere."
         )
     return notes
 

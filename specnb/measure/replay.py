@@ -16,6 +16,7 @@ chain with a seed.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,9 +34,7 @@ from specnb.measure.recording import Recording
 class Counts(NamedTuple):
     """Expected counts of one generation (integers if greedy).
 
-    `steps` counts the drafter's forward passes, `by_width[n]` the target's passes over n tokens,
-    `tested[j]` the rounds that tested draft token j, and `kept[j]` those that accepted it, so
-    alpha_j = kept[j] / tested[j].
+    `steps` counts the drafter's forward passes, `by_width[n]` the target's passes over n tokens.
     """
 
     n_tokens: int
@@ -44,8 +43,6 @@ class Counts(NamedTuple):
     accepted: float
     steps: float
     by_width: dict[int, float]
-    tested: tuple[float, ...]
-    kept: tuple[float, ...]
 
     def seconds(self, cost: Cost) -> float:
         """Return the predicted decoding time, without prefill."""
@@ -142,8 +139,8 @@ def expected_counts(recordings: Sequence[Recording], ks: Sequence[int]) -> np.nd
 def split(counts: np.ndarray) -> list[np.ndarray]:
     """Return views of the last axis of `expected_counts`.
 
-    They are the target's passes by width, 0 to k + 1; rounds, drafted, accepted, steps; tested;
-    kept (the last two by position).
+    They are the target's passes by width, 0 to k + 1; rounds, drafted, accepted, steps; `tested`,
+    the rounds that tested draft token j; `kept`, those that accepted it. alpha_j is kept / tested.
     """
     k = counts.shape[-1] // 3 - 2
     return np.split(counts, [k + 2, k + 6, 2 * k + 6], axis=-1)
@@ -157,9 +154,9 @@ def seconds_of(counts: np.ndarray, cost: Cost) -> np.ndarray:
 
 
 def _counts(recording: Recording, row: np.ndarray) -> Counts:
-    widths, totals, tested, kept = (part.tolist() for part in split(row))
-    by_width = {n: calls for n, calls in enumerate(widths) if calls}
-    return Counts(recording.n_tokens, *totals, by_width, tuple(tested), tuple(kept))
+    widths, totals, *_ = split(row)
+    by_width = {n: calls for n, calls in enumerate(widths.tolist()) if calls}
+    return Counts(recording.n_tokens, *totals.tolist(), by_width)
 
 
 def sweep_row(recording: Recording, k: int, counts: Counts, cost: Cost) -> dict[str, Any]:
@@ -305,8 +302,10 @@ def _width(at: int, drafted: int) -> int:
 
 def _require_k(recording: Recording, k: int) -> None:
     if not 0 <= k <= recording.k_max:
-        limit = f"the recording has drafts up to K = {recording.k_max}"
-        raise InputError(f"{limit}, got K = {k}: record again with a larger k_max")
+        raise InputError(
+            f"the recording has drafts up to K = {recording.k_max}, got K = {k}: "
+            "record again with a larger k_max"
+        )
 
 
 # --- a router between several drafters, along recorded texts ---
@@ -331,24 +330,25 @@ class RoutedText(NamedTuple):
     round_s: list[float]
 
 
+@dataclass(eq=False)
 class _RecordedDrafter(DrafterBase):
     """Proposes the draft tokens of `recording`, and advances a simulated clock."""
 
     recording: Recording
-    read_cost: float
+    draft_s: float
+    clock: list[float]
+    rng: np.random.Generator
+    expected: Sequence[float]
+    n_prompt: int = 0
+    n_past: int = 0
+    read_cost: float = 0.0
     """Cost of processing a committed token, in draft steps; as in the router."""
-    n_prompt: int
 
-    def __init__(
-        self, recording: Recording, draft_s: float, clock: list[float], rng: np.random.Generator
-    ) -> None:
+    def __post_init__(self) -> None:
+        recording = self.recording
         self.name = recording.drafter
-        self.draft_s = draft_s
-        self._clock = clock
-        self._rng = rng
-        self.at_once = bool(recording.round_steps)
         self.n_heads = recording.round_steps
-        self.n_past = 0
+        self.at_once = bool(self.n_heads)
         # The router only tests whether a drafter uses the target's hidden states or a model.
         self.target: Any = self.at_once or recording.head_beliefs or None
         self.model: Any = None if self.target or recording.support else self
@@ -359,13 +359,13 @@ class _RecordedDrafter(DrafterBase):
 
     def start(self, tokens):
         self.n_past = len(tokens) - 1
-        self._clock[0] += self.prefill_s(self.n_past)
+        self.clock[0] += self.prefill_s(self.n_past)
 
     def propose(self, tokens, k, picker):
         recording = self.recording
         at = len(tokens) - self.n_prompt
         limit = min(k, recording.offered[at])
-        n_kept = _n_kept(recording.keep[at][:limit], self._rng)
+        n_kept = _n_kept(recording.keep[at][:limit], self.rng)
         if recording.support:
             n = picker.copies(recording.support[at], limit)
         else:
@@ -373,7 +373,7 @@ class _RecordedDrafter(DrafterBase):
             n, steps = _drafted(recording, control, at, limit)
             if limit:
                 unread = max(0, len(tokens) - 1 - self.n_past)
-                self._clock[0] += self.draft_s * recording.steps(steps) + self.prefill_s(unread)
+                self.clock[0] += self.draft_s * recording.steps(steps) + self.prefill_s(unread)
             self.n_past = len(tokens) - 1 + steps
         accepted = recording.token_ids[at : at + min(n_kept, n)]
         return Proposal((*accepted, *[WRONG] * (n - n_kept)))
@@ -407,11 +407,10 @@ def route(
     rng = np.random.default_rng(seed)
     verify_s = [next(iter(costs.values())).curve.seconds(n) for n in range(k_max + 2)]
     text = next(iter(texts.values()))
-    drafters = []
-    for name, cost in costs.items():
-        drafter = _RecordedDrafter(text[name], cost.c * verify_s[1], clock, rng)
-        drafter.expected = expected.get(name, ())
-        drafters.append(drafter)
+    drafters = [
+        _RecordedDrafter(text[name], cost.c * verify_s[1], clock, rng, expected.get(name, ()))
+        for name, cost in costs.items()
+    ]
     arms = [Arm(drafter, k_max, drafter.draft_s) for drafter in drafters]
     router = Router(arms, verify_s, clock=lambda: clock[0])
     for text in texts.values():

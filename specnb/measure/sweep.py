@@ -92,7 +92,7 @@ class Sweep(Experiment):
         }
 
     def generate_plainly(
-        self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], progress: Progress = silent
+        self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], progress: Progress
     ) -> None:
         """3. Generate every prompt plainly with every sampling."""
         steps = list(product(samplings, prompts))
@@ -100,7 +100,7 @@ class Sweep(Experiment):
             progress(done, len(steps), f"{prompt.id}, temperature {temperature:g}, plain")
             self.generations.append(self.decode(prompt, temperature=temperature, top_p=top_p))
 
-    def follow_drafters(self, k_max: int, progress: Progress = silent) -> None:
+    def follow_drafters(self, k_max: int, progress: Progress) -> None:
         """4. Follow every drafter along the plain texts, with up to `k_max` draft tokens."""
         texts = [generation for generation in self.generations if not generation.k]
         steps = list(product(self.drafters, texts))

@@ -9,9 +9,10 @@ A `Reference` holds the measurements of the target, `HeadsEvidence` those of hea
 faults and tables share them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import cached_property
 from math import nan
 from typing import NamedTuple, Self
 
@@ -25,7 +26,7 @@ from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
 from specnb.measure.baseline import Baseline, time_baseline
-from specnb.measure.experiment import Progress, silent
+from specnb.measure.experiment import Progress
 from specnb.measure.intervals import FEWEST, Interval, student_t, wilson
 from specnb.medusa.checkpoint import LoadReport
 from specnb.medusa.drafter import HeadsDrafter
@@ -159,16 +160,19 @@ class Reference:
         self.states = [states_along(target, text) for text in self.plain]
         self._chains: dict[Heads, list[Generation]] = {}
 
-    def chains(self, heads: Heads, progress: Progress = silent) -> list[Generation]:
+    def chains(self, heads: Heads, progress: Progress) -> list[Generation]:
         """Return greedy generations with `heads`, one per prompt; each is generated once."""
         chains = self._chains.setdefault(heads, [])  # also of `first`
         drafter = HeadsDrafter(self.target, heads)
-        decode = partial(generate, self.target, drafter=drafter, k=heads.config.n_heads)
+        k = heads.config.n_heads
         for text in self.plain[len(chains) :]:
             progress(
                 len(chains), len(self.plain), f"gates: chain {len(chains) + 1} of {len(self.plain)}"
             )
-            chains.append(decode(text.prompt_ids, max_new_tokens=text.max_new_tokens))
+            n = text.max_new_tokens
+            chains.append(
+                generate(self.target, text.prompt_ids, drafter=drafter, k=k, max_new_tokens=n)
+            )
         return chains[: len(self.plain)]
 
     def first(self, n: int) -> Self:
@@ -184,38 +188,22 @@ class Reference:
         return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
 
 
+@dataclass(eq=False)
 class HeadsEvidence:
     """Measurements of heads on a reference's prompts; `chains` are greedy generations with them.
 
-    `report` is the loader's report, or None if nothing was loaded; `log` is the training log.
+    `report` is the loader's report, or None if nothing was loaded.
     """
 
-    def __init__(
-        self,
-        reference: Reference,
-        heads: Heads,
-        report: LoadReport | None,
-        progress: Progress = silent,
-    ) -> None:
-        self.reference = reference
-        self.heads = heads
-        self.report = report
-        self.log = report.log if report else ()
-        self.chains = reference.chains(heads, progress)
+    reference: Reference
+    heads: Heads
+    report: LoadReport | None
+    chains: list[Generation]
 
     @cached_property
     def scores(self) -> list[Scores]:
-        return self.score_all()
-
-    def score_all(
-        self,
-        heads: Heads | None = None,
-        normed: Callable[[States], Tensor | None] = lambda states: None,
-    ) -> list[Scores]:
-        """Score all texts, with these or other heads. `normed` replaces the input of the blocks."""
-        return [
-            score(heads or self.heads, states, normed(states)) for states in self.reference.states
-        ]
+        """The heads' predictions along each plain text."""
+        return [score(self.heads, states) for states in self.reference.states]
 
     def copies(self) -> np.ndarray:
         """Return how often each head predicts the backbone's next token, `(n_heads,)`."""

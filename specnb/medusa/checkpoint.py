@@ -20,7 +20,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
@@ -58,7 +57,7 @@ class LoadReport(NamedTuple):
     config: Any  # a DrafterConfig
     converted: tuple[str, ...] = ()
     findings: tuple[str, ...] = ()
-    training: Mapping[str, Any] = MappingProxyType({})
+    training: Mapping[str, Any] = {}
 
     @property
     def log(self) -> Sequence[Mapping[str, Any]]:
@@ -124,27 +123,26 @@ def _find_weights(name: str) -> Path:
     path = names.get(name, expand_home(name))
     if not path.exists():
         require_known("heads (there is no such folder or file)", name, names)
-    candidates = [path, *(path / file for file in LAYOUTS.values())]
-    file = next(filter(Path.is_file, candidates), None)
-    if file is None:
-        expected = f"give a folder with {' or '.join(LAYOUTS.values())}, or such a file"
-        raise InputError(f"no heads in {path}: {expected}")
-    return file
+    for file in (path, *(path / file_name for file_name in LAYOUTS.values())):
+        if file.is_file():
+            return file
+    raise InputError(
+        f"no heads in {path}: give a folder with {' or '.join(LAYOUTS.values())}, or such a file"
+    )
 
 
 def _unwrap(file: Path, stored: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Return the key ("" if not nested) and the state dict of heads in a file or checkpoint."""
-    dicts = {"": stored} | {
-        key: value for key, value in stored.items() if isinstance(value, Mapping)
-    }
     of_heads = {
         key: state
-        for key, state in dicts.items()
-        if any(HEAD_NAME.fullmatch(str(name)) for name in state)
+        for key, state in {"": stored, **stored}.items()
+        if isinstance(state, Mapping) and any(HEAD_NAME.fullmatch(str(name)) for name in state)
     }
     if len(of_heads) != 1:
-        expected = f"expected one state dict of heads, in the layout {' or '.join(LAYOUTS)}"
-        raise InputError(f"{file} has {[*stored][:5]!s:.300}, …: {expected}")
+        raise InputError(
+            f"{file} has {[*stored][:5]!s:.300}, …: "
+            f"expected one state dict of heads, in the layout {' or '.join(LAYOUTS)}"
+        )
     [(key, state)] = of_heads.items()
     return key, {str(name): tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
 
@@ -178,14 +176,16 @@ def load_trained_heads(
         except RuntimeError as error:  # lists missing and unexpected keys, and wrong shapes
             faults = [" ".join(str(error).split())]
     if faults:
-        refused = f"{report.path} cannot be used: {'; '.join(faults):.2000}"
         raise HeadsMismatch(
-            f"{refused}. Use heads trained for this model, or convert the file again"
+            f"{report.path} cannot be used: {'; '.join(faults):.2000}. "
+            "Use heads trained for this model, or convert the file again"
         )
     # 3. Report conversions and suspicious weights.
     if not config.backbone:
-        named = config.backbone_name or "not named"
-        unchecked = f"no digest of the heads' backbone ({named}): only sizes were compared"
+        unchecked = (
+            f"no digest of the heads' backbone ({config.backbone_name or 'not named'}): "
+            "only sizes were compared"
+        )
         report = report._replace(converted=(*report.converted, unchecked))
     findings = tuple(
         f"{name} is all zero: it was never trained"
@@ -246,9 +246,10 @@ def _list_faults(tensors: dict[str, Tensor], config: Any, backbone: Backbone) ->
         if getattr(config, size) != getattr(backbone, size)
     ]
     if config.backbone not in ("", backbone.digest):
-        digests = f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…"
-        named = config.backbone_name or "not named"
-        faults.append(f"the heads were trained on another model ({named}, {digests})")
+        faults.append(
+            f"the heads were trained on another model ({config.backbone_name or 'not named'}, "
+            f"digest {config.backbone[:12]}…, here {backbone.digest[:12]}…)"
+        )
     token_map = tensors.get(MAP, torch.empty(0))
     if len(token_map) != config.draft_vocab:
         faults.append(f"{MAP!r} has {len(token_map)} tokens, config.json has {config.draft_vocab}")

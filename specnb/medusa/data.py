@@ -236,8 +236,12 @@ def write_splits(
     settings, another model, or an older version of specnb.
     """
     dtype = dense_dtype(model)
-    settings = {"writing": writing._asdict(), "python": platform.python_version()}
-    settings |= {"backbone": backbone_of(model).digest, "model": model.name}
+    settings = {
+        "writing": writing._asdict(),
+        "python": platform.python_version(),
+        "backbone": backbone_of(model).digest,
+        "model": model.name,
+    }
     if dtype:
         settings["written_in"] = str(dtype)
     facts = folder / FACTS_FILE
@@ -293,8 +297,10 @@ def read_states(folder: Path, split: str, layers: Any) -> Tensor:
             needed = n_files * part.nbytes / 1e9
             free = free_bytes() / 1e9
             if needed > free:
-                size = f"states of {split} take {needed:.1f} GB, {free:.1f} GB are free"
-                raise MemoryShortError(f"{size}: train on fewer batches")
+                raise MemoryShortError(
+                    f"states of {split} take {needed:.1f} GB, {free:.1f} GB are free: "
+                    "train on fewer batches"
+                )
             states = np.empty((n_files, *part.shape), part.dtype)
         states[file] = part
     return torch.from_numpy(states).flatten(0, 1).view(torch.bfloat16)

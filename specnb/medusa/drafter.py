@@ -241,8 +241,10 @@ def plan_drafts(drafter: HeadsDrafter, tree: str | int, report: LoadReport) -> H
     elif isinstance(size, int):
         drafter.take_plan(grow(accuracy[: drafter.n_heads], size))
     elif not target.caps.trees:
-        reason = target.caps.trees_reason or target.caps.engine
-        finding = f"a chain is drafted: {target.name} cannot verify trees ({reason})"
+        finding = (
+            f"a chain is drafted: {target.name} cannot verify trees "
+            f"({target.caps.trees_reason or target.caps.engine})"
+        )
     else:
         best = fastest_tree(timed_trees(drafter, accuracy, tree_curve(target)))
         drafter.take_plan(best.plan)
@@ -278,11 +280,12 @@ def tree_size(tree: str | int) -> str | int:
         return tree
     if str(tree).isdecimal() and int(tree) > 0:
         return int(tree)
-    expected = f"{CHAIN}, {AUTO}, or a number of nodes (1 or more)"
-    raise InputError(f"got tree {str(tree)[:80]!r}, expected {expected}")
+    raise InputError(
+        f"got tree {str(tree)[:80]!r}, expected {CHAIN}, {AUTO}, or a number of nodes (1 or more)"
+    )
 
 
-def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> Path:
+def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str]) -> Path:
     """Return the folder of the shipped drafter that was trained on the target's weights.
 
     Earlier `kinds` take precedence. Raises InputError if there is none.
@@ -293,8 +296,7 @@ def fitting_checkpoint(target: LanguageModel, kinds: Sequence[str] = KINDS) -> P
         config = read_json(folder / CONFIG_FILE)
         if (config["kind"], config["backbone"]) == (kind, digest):
             return folder
-    names = ", ".join(folders) or "none"
-    advice = "give --heads-checkpoint PATH to --drafter medusa or jump"
     raise InputError(
-        f"no shipped {' or '.join(kinds)} ({names}) was trained on {target.name}: {advice}"
+        f"no shipped {' or '.join(kinds)} ({', '.join(folders) or 'none'}) was trained on "
+        f"{target.name}: give --heads-checkpoint PATH to --drafter medusa or jump"
     )

@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specnb.medusa import data
-from specnb.medusa.data import SPLITS
 from specnb.medusa.nets import Heads
 from specnb.medusa.recipe import Batches, Figures, Lesson, Recipe, hits_by_rank, round_figures
 
@@ -109,5 +108,5 @@ def objective(heads: Heads, recipe: Recipe, batch: ExampleBatch) -> tuple[Tensor
 
 def heads_lesson(heads: Heads, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of heads on the text in a folder."""
-    examples, held_out = (Examples(text, split, heads) for split in SPLITS)
+    examples, held_out = (Examples(text, split, heads) for split in data.SPLITS)
     return Lesson(examples, objective, partial(objective, heads, recipe, held_out.spread(HELD_OUT)))

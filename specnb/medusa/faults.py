@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from specnb.lm.base import LanguageModel
-from specnb.measure.experiment import Progress, silent
+from specnb.measure.experiment import Progress
 from specnb.medusa import gates
-from specnb.medusa.accuracy import Reference, count_ranks, marginal, states_of
+from specnb.medusa.accuracy import Reference, count_ranks, marginal, score, states_of
 from specnb.medusa.checkpoint import OWN, LoadReport
 from specnb.medusa.examples import Examples
 from specnb.medusa.nets import Backbone, Heads, ResidualBlock, new_heads, seeded
@@ -126,7 +126,7 @@ def plant(fault: str, sound: Sound) -> Planted:
 
 
 def recognise(
-    reference: Reference, planted: Mapping[str, Planted], *, progress: Progress = silent
+    reference: Reference, planted: Mapping[str, Planted], *, progress: Progress
 ) -> pd.DataFrame:
     """Judge the planted heads and return one row per fault.
 
@@ -140,7 +140,7 @@ def recognise(
         checked = gates.judge_gates(reference, heads, report)
         evidence = checked.evidence
         first = next(evidence.served.itertuples())
-        once = evidence.score_all(normed=lambda states: states.post_norm)
+        once = [score(heads, states, states.post_norm) for states in reference.states]
         expected = FAULTS[fault][0] or NONE
         named = "; ".join(d.name for d in checked.diagnoses) or NONE
         row = {

@@ -100,7 +100,7 @@ def judge_gates(
     reference: Reference, heads: Heads, report: LoadReport | None, progress: Progress = silent
 ) -> Checked:
     """Measure heads and judge all gates; `report` is None if nothing was loaded."""
-    evidence = HeadsEvidence(reference, heads, report, progress)
+    evidence = HeadsEvidence(reference, heads, report, reference.chains(heads, progress))
     return Checked(tuple(Gate(name, *judge(evidence)) for name, judge in GATES.items()), evidence)
 
 
@@ -110,27 +110,24 @@ Verdict = tuple[bool, str, str]
 
 def judge_loading(e: HeadsEvidence) -> Verdict:
     """Check that a checkpoint was loaded, and that the loader has no findings."""
-    if e.report is None:
-        return (
-            False,
-            "no checkpoint was loaded: these heads have their initial weights",
-            "never loaded",
-        )
-    findings = "; ".join(e.report.findings)
+    findings = "no checkpoint was loaded: these heads have their initial weights"
+    if e.report:
+        findings = "; ".join(e.report.findings)
     return not findings, findings or "the loader's report is clean", "never loaded"
 
 
 def judge_zero_blocks(e: HeadsEvidence) -> Verdict:
     """Check that heads without blocks return the backbone's logits: the norm is applied once."""
+    heads = e.heads
     states = max(e.reference.states, key=lambda states: len(states.logits))
-    normed = block_input(e.heads, states)
+    normed = block_input(heads, states)
     expected = torch.from_numpy(states.logits)
-    if e.heads.token_map is not None:
-        expected = expected[:, e.heads.token_map.cpu()]
+    if heads.token_map is not None:
+        expected = expected[:, heads.token_map.cpu()]
     # Both sides are rounded in 16-bit types: allow the spacing at the largest logit. An int4
     # lm_head rounds its weights and its products to bfloat16.
-    allowed = max(EXACT, 2 * torch.finfo(e.heads.shared_lm_head.dtype).eps)
-    error = relative_error(multiply(normed, e.heads.shared_lm_head), expected)
+    allowed = max(EXACT, 2 * torch.finfo(heads.shared_lm_head.dtype).eps)
+    error = relative_error(multiply(normed, heads.shared_lm_head), expected)
     says = (
         f"without blocks, logits differ from the backbone's by {error:.2g} (relative), "
         f"{allowed:.2g} is allowed"
@@ -155,11 +152,12 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 def judge_schedule(e: HeadsEvidence) -> Verdict:
     """Check that the learning rate stayed above zero until the end."""
-    if not e.log:
+    log = e.report.log if e.report else ()
+    if not log:
         return True, "no training log came with the heads: nothing to judge", ""
-    dead = dead_steps(e.log)
+    dead = dead_steps(log)
     says = (
-        f"{dead:.0%} of {e.log[-1]['step']} steps at under {DEAD_LR:g} of the highest learning rate"
+        f"{dead:.0%} of {log[-1]['step']} steps at under {DEAD_LR:g} of the highest learning rate"
     )
     return dead < DEAD_STEPS, says, "dead schedule"
 
@@ -177,11 +175,10 @@ def dead_steps(log: Sequence[Mapping[str, Any]]) -> float:
 
 def judge_acceptance(e: HeadsEvidence) -> Verdict:
     """Check that chains accept more than with shuffled weights, no less than with another norm."""
+    texts = e.reference.states
     if judge_zero_blocks(e)[0]:  # with a wrong input, other norms show nothing about training
         for fault in ("double norm", "missing norm"):
-            normed = e.score_all(
-                normed=lambda s, fault=fault: other_norms(e.reference.backbone, s)[fault]
-            )
+            normed = [score(e.heads, s, other_norms(e.reference.backbone, s)[fault]) for s in texts]
             gain, is_better = chain_gain(normed, e.scores)
             if is_better:
                 says = (
@@ -189,7 +186,8 @@ def judge_acceptance(e: HeadsEvidence) -> Verdict:
                     f"{gain:.3f} accepted drafts per round"
                 )
                 return False, says, fault
-    gain, is_better = chain_gain(e.scores, e.score_all(shuffle(e)))
+    shuffled = shuffle(e)
+    gain, is_better = chain_gain(e.scores, [score(shuffled, s) for s in texts])
     says = f"shuffling the weights costs {gain:.3f} accepted drafts per round"
     return is_better, says, "undertrained"
 

@@ -150,9 +150,8 @@ class JumpDrafter(HeadsDrafter):
         lm_head.weight = nn.Parameter(net.shared_lm_head, requires_grad=False)
         network = with_layers(net.target, [net.block], norm=net.norm, lm_head=lm_head)
         self._block = Decoder(network, target.caps.n_ctx, rows=1)
-        self._n_read = (
-            0  # cached steps of the target's states: step t reads state t and token t + 1
-        )
+        # cached steps of the target's states: step t reads state t and token t + 1
+        self._n_read = 0
 
     def start(self, tokens: Sequence[int]) -> None:
         super().start(tokens)
@@ -225,9 +224,9 @@ def read_layers(kind: str, model: Any) -> dict[str, Any]:
     Raises InputError for engines without hidden states, and for unsupported model families.
     """
     if not hasattr(model, "watch_layers"):
-        engine = model.caps.engine
         raise InputError(
-            f"{engine} does not expose layer states of {model.name}: open it with ?backend=hf"
+            f"{model.caps.engine} does not expose layer states of {model.name}: "
+            "open it with ?backend=hf"
         )
     if type(model.network) not in FAMILIES:
         families = ", ".join(family.__name__ for family in FAMILIES)

@@ -138,8 +138,9 @@ class Backbone:
         output = net.get_output_embeddings()
         embeddings = net.get_input_embeddings()
         if not isinstance(output, nn.Linear) or output.bias is not None:
-            expected = "heads need a linear layer without bias"
-            raise InputError(f"got lm_head {output!r:.100} in {name}, {expected}")
+            raise InputError(
+                f"got lm_head {output!r:.100} in {name}, heads need a linear layer without bias"
+            )
         config = net.config.get_text_config(decoder=True)
         for setting in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
             value = getattr(config, setting, None)
@@ -157,9 +158,9 @@ def backbone_of(target: LanguageModel) -> Backbone:
     Raises InputError for other engines and for unsupported models.
     """
     if not hasattr(target, "network"):
-        engine = target.caps.engine
         raise InputError(
-            f"{engine} does not expose hidden states of {target.name}: open it with ?backend=hf"
+            f"{target.caps.engine} does not expose hidden states of {target.name}: "
+            "open it with ?backend=hf"
         )
     return Backbone.of(target.network)
 
@@ -254,10 +255,9 @@ class Head(nn.Module):
             )
             for layer in range(config.n_layers)
         )
-        private = config.lm_head == "private"
-        self.lm_head = (
-            nn.Linear(config.hidden_size, config.draft_size, bias=False) if private else None
-        )
+        self.lm_head = None
+        if config.lm_head == "private":
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_size, bias=False)
 
     def forward(self, x: Tensor, embeddings: Tensor | None = None) -> Tensor:
         """Return features `(…, hidden)`, the lm_head's input, for normed states `x (…, hidden)`.
@@ -334,12 +334,11 @@ class Heads(DrafterNet):
 
         A shared lm_head is read once for all heads.
         """
+        heads = range(self.config.n_heads)
         if self.config.lm_head == "private":
-            return torch.cat(
-                [self.draft_logits(i, hidden[None]) for i in range(self.config.n_heads)]
-            )
+            return torch.cat([self.draft_logits(i, hidden[None]) for i in heads])
         normed = self.normed(hidden)
-        features = torch.stack([self.features(i, normed) for i in range(self.config.n_heads)])
+        features = torch.stack([self.features(i, normed) for i in heads])
         return F.linear(features, self.shared_lm_head).float()
 
     def cost(self) -> tuple[int, int]:

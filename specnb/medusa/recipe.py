@@ -50,8 +50,10 @@ class Recipe:
     def __post_init__(self) -> None:
         positive = min(self.steps, self.batch_size, self.eta_min, self.embedding_rate) > 0
         if not positive or not 0 <= self.teacher <= 1 or self.eta_min > self.peak_lr:
-            expected = "positive numbers, teacher from 0 to 1, eta_min at most peak_lr"
-            raise InputError(f"got {self}, expected {expected}")
+            raise InputError(
+                f"got {self}, "
+                "expected positive numbers, teacher from 0 to 1, eta_min at most peak_lr"
+            )
 
     def lr(self, step: int) -> float:
         """Return the learning rate of a step, from 0: peak_lr after warm-up, eta_min at the end."""

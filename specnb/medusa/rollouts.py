@@ -11,7 +11,6 @@ from torch import Tensor
 
 from specnb.lm.hf.hidden import pre_norm_states
 from specnb.medusa import data
-from specnb.medusa.data import SPLITS, tapped_layers
 from specnb.medusa.jump import JumpNet, unit
 from specnb.medusa.recipe import Batches, Figures, Lesson, Recipe, hits_by_rank, round_figures
 
@@ -44,7 +43,7 @@ class RowBatches(Batches):
         self.n_items, self.positions = self.rows.tokens.shape
         self._n_steps = n_steps
         n_layers = len(net.target.get_decoder().layers)
-        places = [*tapped_layers(n_layers), n_layers - 1]
+        places = [*data.tapped_layers(n_layers), n_layers - 1]
         wanted = [*map(places.index, net.config.layers), len(places) - 1]
         layers, self._places = np.unique(wanted, return_inverse=True)
         self._states = data.read_states(folder, split, layers)
@@ -187,7 +186,7 @@ def fit_maps(net: JumpNet, tokens: Tensor, damping: float = 1e-2) -> None:
 
 def jump_lesson(net: JumpNet, recipe: Recipe, text: Path) -> Lesson:
     """Return the training task of `net` on the text in a folder; `prepare` fits the maps."""
-    rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in SPLITS)
+    rows, held_out = (RowBatches(text, split, net, recipe.roll_out) for split in data.SPLITS)
     judged = partial(roll_out_loss, net, recipe, held_out.spread(HELD_OUT_ROWS), whole=True)
     first_rows = torch.from_numpy(rows.rows.tokens[:FIRST_ROWS])
     return Lesson(rows, roll_out_loss, judged, partial(fit_maps, net, first_rows))

@@ -88,8 +88,9 @@ def train(
                     "step": step,
                     "examples": step * recipe.batch_size,
                     "lr": recipe.lr(step - 1),
+                    "loss": loss.item(),
                 }
-                log.append(line | {"loss": loss.item()} | lesson.judge())
+                log.append(line | lesson.judge())
                 states = {"heads": net.state_dict(), "optimizer": optimizer.state_dict()}
                 torch.save({"run": run, "step": step, "log": log} | states, packed := io.BytesIO())
                 write_atomic(file, packed.getvalue())
@@ -112,9 +113,9 @@ def _update(net: Trainee, recipe: Recipe, optimizer: Optimizer, loss: Tensor, st
     """Update the weights from the loss of a step (from 0). Raises EngineError."""
     loss.backward()
     if not nn.utils.clip_grad_norm_(net.parameters(), recipe.clip).isfinite():
-        broken = f"the gradient of step {step} is not finite (loss {loss.item()})"
         raise EngineError(
-            f"{broken}: lower peak_lr ({recipe.peak_lr}); the last checkpoint is intact"
+            f"the gradient of step {step} is not finite (loss {loss.item()}): "
+            f"lower peak_lr ({recipe.peak_lr}); the last checkpoint is intact"
         )
     for group in optimizer.param_groups:
         group["lr"] = recipe.lr(step)
@@ -133,10 +134,16 @@ def config_for(model: LanguageModel, **options: Any) -> HeadsConfig | JumpConfig
     """Return the config of a drafter. Raises InputError for `options` that do not fit the model."""
     backbone = backbone_of(model)
     if options["draft_vocab"] > backbone.vocab_size:
-        expected = f"expected at most {backbone.vocab_size}, the vocabulary of {model.name}"
-        raise InputError(f"got --draft-vocab {options['draft_vocab']}, {expected}")
-    options |= {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    options |= {"backbone": backbone.digest, "backbone_name": model.name}
+        raise InputError(
+            f"got --draft-vocab {options['draft_vocab']}, "
+            f"expected at most {backbone.vocab_size}, the vocabulary of {model.name}"
+        )
+    options |= {
+        "hidden_size": backbone.hidden_size,
+        "vocab_size": backbone.vocab_size,
+        "backbone": backbone.digest,
+        "backbone_name": model.name,
+    }
     schema = HeadsConfig
     if options["kind"] in KINDS:
         schema = JumpConfig

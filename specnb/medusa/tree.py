@@ -6,17 +6,16 @@ larger tree has more expected tokens but costs more. The size is therefore chose
 second, from measured accuracies and costs, as in Sequoia (Chen et al. 2402.12374).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import itemgetter
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from specnb.lm.base import TreeModel
 from specnb.lm.tree import COMMITTED, Tree
-from specnb.measure.cost import CONTEXT, CostCurve, verify_curve, widths_of
+from specnb.measure.cost import CONTEXT, CostCurve, time_passes, widths_of
 
 RANKS = 10
 """Number of a head's best tokens with a measured accuracy: the maximum children of a node."""
@@ -105,25 +104,8 @@ def tree_curve(target: TreeModel) -> CostCurve:
     The root is the newest token. The time depends on the number of nodes, not on the shape of the
     tree. Widths that exceed the target's limits are left out.
     """
-
-    def forward(ids: Sequence[int], n_logits: int | None = None) -> np.ndarray:
-        if n_logits is not None or len(ids) == 1:  # for the context and for plain steps
-            return target.forward(ids, n_logits)
-        return target.forward_tree(ids, Tree((COMMITTED, *[0] * (len(ids) - 1))))
-
-    def rewind(n: int) -> None:
-        target.rewind(n) if n == 1 else target.keep_path([])
-
-    rooted: Any = SimpleNamespace(
-        name=target.name,
-        vocab=target.vocab,
-        caps=target.caps,
-        reset=target.reset,
-        forward=forward,
-        rewind=rewind,
-    )
     room = target.caps.n_ctx // 2
-    widths = [
-        n for n in sorted({*WIDTHS, *widths_of(target)}) if n <= min(target.caps.max_width, room)
-    ]
-    return verify_curve(rooted, widths=widths, context=min(CONTEXT, room), repeats=5)
+    widest = min(target.caps.max_width, room)
+    widths = [n for n in (*WIDTHS, *widths_of(target)) if n <= widest]
+    curve, _ = time_passes(target, (), widths, min(CONTEXT, room), repeats=5, trees=True)
+    return curve

@@ -38,29 +38,27 @@ def decode(recording, k, rng) -> Request:
     kept, drafted, at = [], [], 0
     while at < recording.n_tokens:
         drafted.append(min(k, recording.offered[at]))
-        chances = (rng.random() < chance for chance in recording.keep[at][: drafted[-1]])
-        kept.append(
-            next(
-                (n for n, right in enumerate(chances) if not right),
-                len(recording.keep[at][: drafted[-1]]),
-            )
-        )
+        chances = recording.keep[at][: drafted[-1]]
+        kept.append([*(rng.random() < chance for chance in chances), False].index(False))
         at += kept[-1] + 1
     return Request(tuple(kept), tuple(drafted))
 
 
-def steps(request, sparse=False):
-    """Return the counts as vLLM writes them with `detailed`; AIPerf's histogram is sparse."""
-    histogram = np.bincount(request.accepted, minlength=max(request.drafted) + 1).tolist()
-    counts = {"acceptance_histogram": histogram, "num_spec_tokens": max(request.drafted)}
-    if sparse:
-        counts["acceptance_histogram"] = {
-            str(n): rounds for n, rounds in enumerate(histogram) if rounds
-        }
-    return counts | {
+def steps(request):
+    """Return the counts as vLLM writes them with `detailed`."""
+    return {
+        "acceptance_histogram": np.bincount(request.accepted).tolist(),
+        "num_spec_tokens": max(request.drafted),
         "per_step_accepted": list(request.accepted),
         "per_step_drafted": list(request.drafted),
     }
+
+
+def sparse(request):
+    """Return the counts as AIPerf writes them, with a sparse histogram."""
+    counts = steps(request)
+    rounds = enumerate(counts["acceptance_histogram"])
+    return counts | {"acceptance_histogram": {str(n): count for n, count in rounds if count}}
 
 
 def spec_bench(request):
@@ -72,7 +70,7 @@ def spec_bench(request):
 
 FORMATS = {
     "vLLM": lambda r: {"choices": [], "metrics": {"speculative_decoding": steps(r)}},
-    "AIPerf": lambda r: {"metadata": {}, "spec_decode_acceptance": steps(r, sparse=True)},
+    "AIPerf": lambda r: {"metadata": {}, "spec_decode_acceptance": sparse(r)},
     "Spec-Bench": spec_bench,
 }
 
@@ -83,14 +81,12 @@ def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(
     trace, drafter, content, temperature, own
 ):
     """Tokens per round of smaller K are within 3 %; the advised K costs at most 3 % of speed."""
-    recordings = trace.select(
-        drafter=drafter, category=content, temperature=temperature, top_p=1.0
-    ).recordings
+    chosen = {"drafter": drafter, "category": content, "temperature": temperature, "top_p": 1.0}
+    recordings = trace.select(**chosen).recordings
     rng = np.random.default_rng(7)
     requests = [decode(recording, own, rng) for recording in recordings]
-    true = list(
-        zip(*(every_k(recording, range(1, own + 1)) for recording in recordings), strict=True)
-    )
+    ks = range(1, own + 1)
+    true = [*zip(*(every_k(recording, ks) for recording in recordings), strict=True)]
     if temperature == 0:
         tau = [sum(c.n_tokens for c in of_k) / sum(c.rounds for c in of_k) for of_k in true]
         table = sweep_log(requests, [SERVER], own)
@@ -107,23 +103,13 @@ def test_advice_from_a_log_agrees_with_a_replay_of_the_whole_run(
 def test_the_formats_of_engines_are_read_without_loss(trace, tmp_path, form):
     recordings = trace.select(drafter=COPY, category="code", temperature=0.0).recordings
     requests = [decode(recording, 4, np.random.default_rng(0)) for recording in recordings]
-    (tmp_path / "log.jsonl").write_text(
-        "\n".join(json.dumps(FORMATS[form](request)) for request in requests)
-    )
+    lines = [json.dumps(FORMATS[form](request)) for request in requests]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
     read = read_log(tmp_path / "log.jsonl", k=4)
     assert [request.accepted for request in read] == [request.accepted for request in requests]
     row = sweep_log(read, [SERVER], 6).set_index("k").loc[4]
-    assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"]
-    assert row["tau"] == pytest.approx(
-        sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests)
-    )
-
-
-@pytest.mark.parametrize(("file", "tau", "own"), [("vllm", 53 / 43, 3), ("sglang", 106 / 43, 5)])
-def test_published_logs_are_read_and_one_request_gives_no_verdict(file, tau, own):
-    table = sweep_log(read_log(LOGS / f"{file}.json"), [SERVER], 8)
-    (row,) = table.query("own").itertuples()
-    assert (row.k, row.tau) == (own, pytest.approx(tau)) and advise(table)["verdict"] == "undecided"
+    rate = sum(r.n_tokens for r in requests) / sum(len(r.accepted) for r in requests)
+    assert row["own"] and row["tau"] == row["tau_low"] == row["tau_high"] == pytest.approx(rate)
 
 
 def test_k_above_the_logged_k_is_bounded_and_never_advised():
@@ -234,8 +220,6 @@ def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds)
 
 
 FAULTS = {
-    "near zero": Request((0,) * 300, (3,) * 300),
-    "near zero, above chance": Request((1,) * 5 + (0,) * 295, (3,) * 300),
     "first draft only": Request((1,) * 150 + (0,) * 150, (3,) * 300),
     "all accepted": Request((3,) * 300, (3,) * 300),
     "": Request((0, 1, 2, 3) * 75, (3,) * 300),
@@ -245,8 +229,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_identified_from_counts(fault):
     expected = [fault] if fault else []
-    assert [row["check"] for row in find_faults([FAULTS[fault]])] == expected
-    assert [row["check"] for row in find_faults([FAULTS[fault]], k=4)] == ["K ignored", *expected]
+    for k, more in ((None, []), (4, ["K ignored"])):
+        found = find_faults([FAULTS[fault]], k=k)
+        assert [row["check"] for row in found] == [*more, *expected]
     assert find_faults([Request((0, 0, 1), (3,) * 3)]) == []  # too few to judge
 
 

@@ -1,34 +1,30 @@
 """Tables over runs: each number equals one computed from the generations."""
 
 import json
-from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from specnb import generate, store
+from specnb import store
 from specnb.batch.results import local_copy
-from specnb.lm import toy
-from specnb.records import RunRecord
+from tests.top.test_store import generation_of, record_of, round_of
 
-
-def record(k: int) -> RunRecord:
-    """Return a run of two prompts with prompt lookup."""
-    model = toy.markov(8, seed=1)
-    generations = [
-        generate(model, [i, i + 1], max_new_tokens=24, drafter="lookup", k=k) for i in range(2)
-    ]
-    params = {"k": k, "seed": 1}
-    now = datetime.now(UTC)
-    named = {"run_id": store.run_id("toys", params), "experiment": "toys", "params": params}
-    return RunRecord(**named, provenance={}, started=now, ended=now, generations=generations)
+RUNS = [
+    record_of(
+        *[generation_of(round_of(), k=k)] * k,
+        run_id=f"run{k}",
+        experiment="toys",
+        params={"k": k, "seed": 1},
+    )
+    for k in (2, 4)
+]
 
 
 @pytest.fixture
 def results(tmp_path) -> Path:
-    for k in (2, 4):
-        store.save(record(k), tmp_path)
+    for run in RUNS:
+        store.save(run, tmp_path)
     return tmp_path
 
 
@@ -64,13 +60,9 @@ def test_runs_are_listed_and_queried_and_their_texts_are_escaped(results, specnb
     def read(*words):
         return json.loads(specnb("results", *words, "--results", str(results), "--json")[1])
 
-    of_runs = [record(k).generations for k in (2, 4)]
     rows = [(row["differs"], row["generations"], row["tokens"]) for row in read()]
-    n_tokens = [sum(len(g.token_ids) for g in run) for run in of_runs]
-    assert rows == [("k=2", 2, n_tokens[0]), ("k=4", 2, n_tokens[1])]
+    assert rows == [("k=2", 2, 4), ("k=4", 4, 8)]
     sql = "SELECT k_asked, sum(n_accepted) AS n FROM rounds GROUP BY k_asked ORDER BY k_asked"
-    assert [row["n"] for row in read(sql)] == [
-        sum(g.accepted_tokens for g in run) for run in of_runs
-    ]
+    assert [row["n"] for row in read(sql)] == [2, 4]
     out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]
     assert r"\x1b[31mred[b]" in out and "\x1b" not in out

@@ -19,7 +19,7 @@ from specnb import generate, load, load_drafter, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.files import parse, prepare
-from specnb.measure.bench import Method, Timed, interleaved, tabulate_speeds
+from specnb.measure.bench import interleaved, tabulate_speeds
 from tests.benchmarks.record import write_record
 
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
@@ -33,36 +33,33 @@ MATCH = 3
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def serve(kind: str = "NONE") -> Method:
-    """Open an upstream server with this drafter; return a function that completes a prompt."""
+def open_server(target, draft, kind, k, threads=2):
+    """Open llama.cpp's server in this process, with one of its drafters, NONE, or DRAFT_SIMPLE."""
     params = upstream.CommonParams()
-    params.model.path = str(prepare(parse(TARGET)))
+    params.model_alias = {target}
+    params.model.path = str(prepare(parse(target)))
     params.n_ctx, params.n_parallel, params.verbosity = N_CTX, 1, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     params.fit_params = params.cache_prompt = False
+    params.endpoint_metrics = True
     drafting = params.speculative
     drafting.types = [getattr(upstream.common_speculative_type, f"COMMON_SPECULATIVE_TYPE_{kind}")]
-    drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = MATCH, K
-    drafting.draft.n_max, drafting.draft.n_min, drafting.draft.p_min = K, 0, 0.0
+    drafting.ngram_simple.size_n, drafting.ngram_simple.size_m = MATCH, k
+    drafting.draft.n_max, drafting.draft.n_min, drafting.draft.p_min = k, 0, 0.0
     if kind == "DRAFT_SIMPLE":
-        drafting.draft.mparams.path = str(prepare(parse(DRAFT)))
-    server = upstream.Server(params)
-
-    def complete(ids: list[int]) -> list[int]:
-        settings = {
-            "n_predict": TOKENS,
-            "temperature": 0.0,
-            "cache_prompt": False,
-            "return_tokens": True,
-        }
-        return server.handle_completions({"prompt": ids, "verbose": True} | settings)["__verbose"][
-            "tokens"
-        ]
-
-    return complete
+        drafting.draft.mparams.path = str(prepare(parse(draft)))
+    return upstream.Server(params)
 
 
-def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.DataFrame:
+def serve(kind="NONE"):
+    """Return a function that completes a prompt, given as token ids, with an upstream server."""
+    server = open_server(TARGET, DRAFT, kind, K)
+    settings = {"n_predict": TOKENS, "temperature": 0.0, "cache_prompt": False}
+    settings |= {"return_tokens": True, "verbose": True}
+    return lambda ids: server.handle_completions({"prompt": ids} | settings)["__verbose"]["tokens"]
+
+
+def compare_pairs(runs, pairs):
     """Return a row per kind: rates, their ratios to upstream's plain, and ours over upstream's."""
     over_plain = tabulate_speeds(runs, baseline=pairs["plain"][0]).set_index("method")
     rows = []
@@ -84,7 +81,7 @@ def compare_pairs(runs: list[Timed], pairs: dict[str, tuple[str, str]]) -> pd.Da
     return pd.DataFrame(rows)
 
 
-def main() -> None:
+def main():
     target = load(TARGET, n_ctx=N_CTX)
     draft = load_drafter(DRAFT, target).drafter
     ours = partial(generate, target, max_new_tokens=TOKENS)

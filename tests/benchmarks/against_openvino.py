@@ -27,7 +27,7 @@ from specnb.measure.bench import rotate
 from specnb.measure.intervals import interval, rate, rate_ratio
 from tests.benchmarks.record import add_rows, arguments, chosen_prompts
 
-CONTENTS = ("code", "edit", "json")
+CONTENTS = ["code", "edit", "json"]
 KS = (3, 7)
 
 
@@ -96,11 +96,8 @@ def speed_rows(runs: Mapping[str, list[Run]], content: str) -> list[dict[str, ob
 
 
 def main() -> None:
-    parser = arguments(__doc__, __file__)
+    parser = arguments(__doc__, __file__, contents=CONTENTS, prompts=10, tokens=80)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--contents", nargs="+", default=CONTENTS)
-    parser.add_argument("--prompts", type=int, default=10, help="prompts of each content")
-    parser.add_argument("--tokens", type=int, default=80)
     given = parser.parse_args()
 
     facts = {

@@ -4,10 +4,9 @@
 
 Methods run interleaved on every prompt, in one process. `speedup` is over transformers' plain
 `generate`, with an interval over prompts; wall time includes prefill. Takes 8 minutes on two cores
-in bfloat16, 15 in float32. For other types than float32, the record's name ends with the type.
+in bfloat16, 15 in float32. `--limit` is the number of prompts of each category, of code, edit and
+prose (0: all). For other types than float32, the record's name ends with the type.
 """
-
-from collections.abc import Callable
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -19,13 +18,12 @@ from specnb.lm.files import zoo_file
 from specnb.lm.hf.files import dequantize_once
 from specnb.lm.load import load
 from specnb.measure.bench import interleaved, tabulate_speeds
-from specnb.prompts import Prompt
 from tests.benchmarks.record import arguments, write_record
 
 PLAIN, K, TOKENS = "transformers generate", 8, 48
 
 
-def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
+def methods(dtype):
     """Return functions from a prompt to our Generation or transformers' token ids, by name."""
     gguf = zoo_file("smollm2-135m")
     model = load(f"smollm2-135m?backend=hf&dtype={dtype}")
@@ -36,7 +34,7 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     drafter = LookupDrafter()
 
     @torch.inference_mode()
-    def foreign(prompt: Prompt, **options: object) -> list[int]:
+    def foreign(prompt, **options):
         ids = torch.tensor([prompt_ids(model, prompt)])
         options |= {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": 2}
         out = other.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -54,16 +52,12 @@ def methods(dtype: str) -> dict[str, Callable[[Prompt], object]]:
     }
 
 
-def main() -> None:
-    parser = arguments(__doc__, __file__)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument(
-        "--limit", type=int, help="prompts a category, of code, edit and prose [all]"
-    )
-    given = parser.parse_args()
-
+def main():
+    given = arguments(__doc__, __file__, dtype="float32", limit=0).parse_args()
     chosen = [
-        p for category in ("code", "edit", "prose") for p in prompts(category, limit=given.limit)
+        prompt
+        for category in ("code", "edit", "prose")
+        for prompt in prompts(category, limit=given.limit or None)
     ]
     every = methods(given.dtype)
     lookups = {name: run for name, run in every.items() if "lookup" in name}
@@ -81,11 +75,9 @@ def main() -> None:
             f"{frame.round(3).to_string(index=False)}\n"
         )
     tables = {name: frame.to_dict("records") for name, frame in frames.items()}
-    out = (
-        given.out
-        if given.dtype == "float32"
-        else given.out.with_stem(f"{given.out.stem}_{given.dtype}")
-    )
+    out = given.out
+    if given.dtype != "float32":
+        out = out.with_stem(f"{out.stem}_{given.dtype}")
     write_record(out, {"dtype": given.dtype, "tables": tables}, chosen)
 
 

@@ -16,7 +16,6 @@ from time import perf_counter
 import pandas as pd
 
 from specnb import load
-from specnb.lm.base import LanguageModel
 from specnb.lm.probe import probe_ids
 from tests.benchmarks.record import add_rows, arguments
 
@@ -25,13 +24,13 @@ PAST = 256
 REFERENCE = "llama.cpp, fastest"
 
 
-def names(target: str, types: list[str]) -> dict[str, str]:
+def names(target, types):
     """Return model names by label."""
     of_torch = {f"torch {dtype}": f"{target}?backend=hf&dtype={dtype}" for dtype in types}
     return {REFERENCE: f"{target}?exact=false", "llama.cpp, default": target, **of_torch}
 
 
-def times(models: dict[str, LanguageModel], repeats: int) -> dict[tuple[str, int], list[float]]:
+def times(models, repeats):
     """Return milliseconds of passes, models in turn, without the first after a change of model."""
     taken: dict[tuple[str, int], list[float]] = {}
     for model in models.values():
@@ -47,7 +46,7 @@ def times(models: dict[str, LanguageModel], repeats: int) -> dict[tuple[str, int
     return taken
 
 
-def rows_of(target: str, types: list[str], repeats: int) -> list[dict[str, object]]:
+def rows_of(target, types, repeats):
     models = {label: load(name) for label, name in names(target, types).items()}
     taken = times(models, repeats)
     plain_ms = median(taken[REFERENCE, 1])
@@ -65,13 +64,10 @@ def rows_of(target: str, types: list[str], repeats: int) -> list[dict[str, objec
     return rows
 
 
-def main() -> None:
-    parser = arguments(__doc__, __file__)
-    parser.add_argument("--targets", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--types", nargs="+", default=["int4", "bfloat16", "float32"])
-    parser.add_argument("--repeats", type=int, default=15)
+def main():
+    types = ["int4", "bfloat16", "float32"]
+    parser = arguments(__doc__, __file__, targets=["smollm2-135m"], types=types, repeats=15)
     given = parser.parse_args()
-
     rows = [row for target in given.targets for row in rows_of(target, given.types, given.repeats)]
     print(pd.DataFrame(rows).round(2).to_string(index=False))
     add_rows(given.out, {"rows": rows})

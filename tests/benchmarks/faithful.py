@@ -18,14 +18,13 @@ import torch
 
 from specnb import load
 from specnb.io import project_dir
-from specnb.lm.base import LanguageModel
 from tests.benchmarks.record import add_rows, arguments
 
 WINDOW, PIECE = 256, 32
 """Tokens per text, which starts from an empty state, and per forward pass."""
 
 
-def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
+def windows(model, n_tokens):
     """Return passages of held-out text, WINDOW tokens each, `n_tokens` in all."""
     lines = (project_dir() / "data/models/held_out.jsonl").read_text(encoding="utf-8").splitlines()
     texts = [model.encode(json.loads(line)["text"], special=False)[:WINDOW] for line in lines]
@@ -39,14 +38,14 @@ def windows(model: LanguageModel, n_tokens: int) -> list[list[int]]:
     return long[:: len(long) // wanted][:wanted]
 
 
-def log_probabilities(model: LanguageModel, ids: list[int]) -> np.ndarray:
+def log_probabilities(model, ids):
     """Return the log-probabilities `(len(ids), vocab)` after each token."""
     model.reset()
     rows = [model.forward(ids[start : start + PIECE]) for start in range(0, len(ids), PIECE)]
     return torch.from_numpy(np.concatenate(rows)).double().log_softmax(1).float().numpy()
 
 
-def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def compare(reference, other):
     """Return KL(reference || other) of each row, and whether both have the same top token."""
     width = min(reference.shape[1], other.shape[1])
     reference = reference[:, :width]
@@ -54,12 +53,8 @@ def compare(reference: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.nd
     return (np.exp(reference) * (reference - other)).sum(1), reference.argmax(1) == other.argmax(1)
 
 
-def main() -> None:
-    parser = arguments(__doc__, __file__)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--tokens", type=int, default=2048)
-    given = parser.parse_args()
-
+def main():
+    given = arguments(__doc__, __file__, target="smollm2-135m", tokens=2048).parse_args()
     engines = {
         "llama.cpp": given.target,
         "torch int4": f"{given.target}?backend=hf&dtype=int4",

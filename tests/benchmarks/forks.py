@@ -6,30 +6,27 @@
         --tokens 7000 --threads 1,2,3 --out tests/benchmarks/forks_torch_int4.json
 
 Generates `--tokens` speculative tokens for each model and number of threads: prompt lookup and a
-draft model with K = 1 to 16 in turn, and with `--heads` chains of 1 to 4 tokens and trees of 1 to
-16 nodes. Every other prompt is lengthened beyond 512 tokens. A round of K draft tokens is a forward
-pass over K + 1 tokens: if these are at most `same_bits_up_to`, no text may diverge. 2,000 tokens
-take about two minutes on two cores.
+draft model with K = 1 to 16 in turn, and with `--heads` (hydra or medusa) chains of 1 to 4 tokens
+and trees of 1 to 16 nodes. Every other prompt is lengthened beyond 512 tokens. A round of K draft
+tokens is a forward pass over K + 1 tokens: if these are at most `same_bits_up_to`, no text may
+diverge. 2,000 tokens take about two minutes on two cores.
 """
 
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
 from itertools import count, cycle
-from typing import Any
 
 from specnb import generate, load, prompts
 from specnb.decode.generate import prompt_ids
 from specnb.draft.load import load_drafter
 from specnb.draft.lookup import LookupDrafter
 from specnb.draft.model import ModelDrafter
-from specnb.lm.base import LanguageModel
 from tests.benchmarks.record import add_rows, arguments
 
 LONG, WIDEST_K, NEW_TOKENS = 520, 16, 64
 
 
-def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
+def contexts(model):
     """Yield prompts endlessly, alternately as they are and lengthened by those that follow."""
     every = cycle([prompt_ids(model, prompt) for prompt in prompts()])
     for short in every:
@@ -40,9 +37,7 @@ def contexts(model: LanguageModel) -> Iterator[tuple[int, ...]]:
         yield ids
 
 
-def fork_rows(
-    model: LanguageModel, draft: LanguageModel, heads: str, tokens: int
-) -> Iterator[dict[str, Any]]:
+def fork_rows(model, draft, heads, tokens):
     """Compare speculative texts with plain ones; `fork`: index of the first different token."""
     drafters = [LookupDrafter(), ModelDrafter(draft)]
     done = 0
@@ -78,23 +73,20 @@ def fork_rows(
                 return
 
 
-def main() -> None:
-    parser = arguments(__doc__, __file__)
-    parser.add_argument("--models", nargs="+", default=["smollm2-135m"])
-    parser.add_argument("--draft", default="smollm2-135m:q4_0")
-    parser.add_argument(
-        "--heads", default="", help="trained heads that draft, too: hydra or medusa"
-    )
-    parser.add_argument("--tokens", type=int, default=2000)
-    parser.add_argument(
-        "--threads", type=lambda text: [int(n) for n in text.split(",")], default=[2]
-    )
-    given = parser.parse_args()
-
+def main():
+    given = arguments(
+        __doc__,
+        __file__,
+        models=["smollm2-135m"],
+        draft="smollm2-135m:q4_0",
+        heads="",
+        tokens=2000,
+        threads="2",
+    ).parse_args()
     runs = []
     with closing(load(given.draft)) as draft:
         for name in given.models:
-            for threads in given.threads:
+            for threads in map(int, given.threads.split(",")):
                 with closing(load(name, threads=threads)) as model:
                     rows = list(fork_rows(model, draft, given.heads, given.tokens))
                     runs.append({"model": model.name, "caps": asdict(model.caps), "rows": rows})

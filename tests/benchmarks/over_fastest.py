@@ -9,7 +9,8 @@ Both engines open the same 4-bit file; drafters run with the torch int4 target, 
 method, including both plain decodings, runs each prompt in turn. Speeds are tokens per second after
 prefill; answers end where they begin to loop (`Generation.loop_start`). `speedup` is over plain
 decoding in torch int4, `over_fastest` over the faster plain decoding on that content. Prompts are
-the package's, and those of `more_prompts.jsonl`.
+the package's, and those of `more_prompts.jsonl`; `--prompts` is their number for each content. A
+plan is content=drafter:K,…, where DRAFT is the draft model.
 """
 
 from collections import defaultdict
@@ -21,8 +22,7 @@ import numpy as np
 import pandas as pd
 
 from specnb import generate, load, load_drafter
-from specnb.draft.base import Drafter
-from specnb.measure.bench import Method, Timed, interleaved
+from specnb.measure.bench import interleaved
 from specnb.measure.cost import verify_costs
 from specnb.measure.intervals import interval, rate, rate_ratio
 from specnb.prompts import CATEGORIES
@@ -40,7 +40,7 @@ PLAN = [
 ]
 
 
-def speed_rows(runs: list[Timed], content: str) -> list[dict[str, object]]:
+def speed_rows(runs, content):
     """Return a row per method: its rate and both ratios, with 95 % intervals over prompts."""
     every = defaultdict(dict)
     for run in runs:
@@ -62,17 +62,10 @@ def speed_rows(runs: list[Timed], content: str) -> list[dict[str, object]]:
     return rows
 
 
-def main() -> None:
-    parser = arguments(__doc__, __file__)
-    parser.add_argument("--target", default="smollm2-135m")
-    parser.add_argument("--draft", default="")
-    parser.add_argument(
-        "--plan", nargs="+", default=PLAN, help="content=drafter:K,…; DRAFT is the draft model"
-    )
-    parser.add_argument("--prompts", type=int, default=15, help="prompts of each content")
-    parser.add_argument("--tokens", type=int, default=128)
-    given = parser.parse_args()
-
+def main():
+    given = arguments(
+        __doc__, __file__, target="smollm2-135m", draft="", plan=PLAN, prompts=15, tokens=128
+    ).parse_args()
     plan = {
         content: specs.split(",") for content, specs in (part.split("=", 1) for part in given.plan)
     }
@@ -84,14 +77,14 @@ def main() -> None:
         run = partial(generate, max_new_tokens=given.tokens)
 
         @cache
-        def opened(spec: str) -> Drafter:
+        def opened(spec):
             name, _, k = spec.partition(":")
             options = {"tree": "auto"} if k == "tree" else {}
             return load_drafter(
                 given.draft if name == "DRAFT" else name, target, strict=True, **options
             ).drafter
 
-        def drafting(spec: str) -> Method:
+        def drafting(spec):
             k = spec.partition(":")[2]
             return partial(run, target, drafter=opened(spec), k=int(k) if k.isdecimal() else None)
 

@@ -22,7 +22,7 @@ KS = (2, 4, 8)
 RECORD = Path(__file__).with_suffix(".json")
 
 
-def time_quants(target_type: str, draft_type: str) -> list[dict[str, object]]:
+def time_quants(target_type, draft_type):
     """Return a row for each K of a pair, and one of plain decoding."""
     names = [f"smollm2-135m:{kind}" for kind in (target_type, draft_type)]
     sizes = [zoo_file(name).stat().st_size for name in names]
@@ -43,7 +43,7 @@ def time_quants(target_type: str, draft_type: str) -> list[dict[str, object]]:
     return [facts | row for row in rows]
 
 
-def main() -> None:
+def main():
     rows = [row for pair in PAIRS for row in time_quants(*pair)]
     for row in rows:
         ends = f"{row['speedup']:.2f} of plain here"

@@ -2,45 +2,49 @@
 
 import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specnb.io import plain, read_json, write_atomic
 from specnb.machine import cpu_facts
-from specnb.prompts import Prompt, digest_prompts, prompts
+from specnb.prompts import digest_prompts, prompts
 from specnb.provenance import provenance
 
 MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
 KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
 """A row of a record is replaced by a new one with the same values in these fields."""
 
-Rows = Sequence[dict[str, Any]]
 
+def arguments(description, script, **defaults):
+    """Return a parser with an option for each default, which gives its type; lists take words.
 
-def arguments(description: str, script: str) -> ArgumentParser:
-    """Return a parser with `--out`, the JSON record to write, by default next to the script."""
+    `--out` is the JSON record to write, by default next to the script.
+    """
     parser = ArgumentParser(description=description, formatter_class=RawDescriptionHelpFormatter)
-    record = Path(script).with_suffix(".json")
-    parser.add_argument(
-        "--out", type=Path, default=record, help="the JSON record to write [%(default)s]"
-    )
+    for name, default in ({"out": Path(script).with_suffix(".json")} | defaults).items():
+        several = isinstance(default, list)
+        parser.add_argument(
+            f"--{name}",
+            type=type(default[0] if several else default),
+            nargs="+" if several else None,
+            default=default,
+            help="[%(default)s]",
+        )
     return parser
 
 
-def chosen_prompts(content: str, limit: int) -> list[Prompt]:
+def chosen_prompts(content, limit):
     """Return prompts of a content: the package's, then those of `more_prompts.jsonl`."""
     return [*prompts(content), *prompts(content, source=MORE)][:limit]
 
 
-def write_record(path: Path, document: Mapping[str, Any], chosen: Sequence[Prompt] = ()) -> None:
+def write_record(path, document, chosen=()):
     """Write a document with its provenance, which has the digest of the prompts."""
     _write(path, {**document, "provenance": _facts(chosen)})
 
 
-def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = ()) -> None:
+def add_rows(path, lists, chosen=()):
     """Add rows to the lists of a record; each row names its CPU, and the provenance is by CPU."""
     cpu = {"cpu": cpu_facts()["model"], "capability": torch.backends.cpu.get_cpu_capability()}
     document = read_json(path) if path.is_file() else {"provenance": {}}
@@ -53,9 +57,9 @@ def add_rows(path: Path, lists: Mapping[str, Rows], chosen: Sequence[Prompt] = (
     _write(path, document)
 
 
-def _facts(chosen: Sequence[Prompt]) -> dict[str, Any]:
+def _facts(chosen):
     return provenance(prompts_digest=digest_prompts(chosen) if chosen else None)
 
 
-def _write(path: Path, document: Mapping[str, Any]) -> None:
+def _write(path, document):
     write_atomic(path, f"{json.dumps(plain(document, nan=None), indent=1)}\n".encode())

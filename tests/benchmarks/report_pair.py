@@ -32,7 +32,7 @@ N_TOKENS = 256
 RECORD = project_dir() / "data" / "report" / "small.json"
 
 
-def measure(target: str, draft: str) -> pd.DataFrame:
+def measure(target, draft):
     """Sweep a pair as notebook 01 does; return a row per K (0: plain, in the same engine)."""
     params = KSweepParams.checked(
         target=target,
@@ -78,7 +78,7 @@ def measure(target: str, draft: str) -> pd.DataFrame:
     )
 
 
-def main() -> None:
+def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("settings", nargs="*", choices=SETTINGS, default=list(SETTINGS))
     for setting in parser.parse_args().settings:

@@ -12,9 +12,7 @@ and plainly, and writes the measurements of `attach` to data/servers/xllamacpp.j
 of each next to those computed from K = 8 alone. Takes half an hour on two cores.
 """
 
-import argparse
 import json
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,64 +23,28 @@ import xllamacpp as upstream
 from specnb.batch import attach as servers
 from specnb.batch.logs import sweep_log
 from specnb.io import plain, write_atomic
-from specnb.lm.files import parse, prepare
 from specnb.measure.cost import Cost
 from specnb.measure.experiment import ProgressBar, first_of_each
 from specnb.measure.intervals import interval, rate, rate_ratio
 from specnb.params import ServerParams
 from specnb.prompts import prompts
+from tests.benchmarks.against_llamacpp import CONTENTS, DRAFT, TARGET, open_server
+from tests.benchmarks.record import arguments, write_record
 
-TARGET, DRAFT, K, N_CTX = "smollm2-135m:f16", "smollm2-135m:q4_0", 8, 1024
-CONTENTS = ("code", "edit", "prose")
-RECORD = Path(__file__).with_suffix(".json")
+K = 8
 
 
 @contextmanager
-def serve(
-    k: int,
-    threads: int,
-    target: str = TARGET,
-    draft: str = DRAFT,
-    verify_threads: int | None = None,
-    key_type: str = "F16",
-    p_min: float = 0.0,
-) -> Iterator[str]:
-    """Run llama.cpp's server in this process, with K = `k`, and yield its URL.
-
-    `verify_threads` is the number of threads in passes over several tokens (default: `threads`),
-    `key_type` the type of the keys in the KV cache.
-    """
-    params = upstream.CommonParams()
-    params.model_alias = {target}
-    params.model.path = str(prepare(parse(target)))
-    params.n_ctx = N_CTX
-    params.n_parallel = 1
-    params.verbosity = 0
-    params.endpoint_metrics = True
-    params.cpuparams.n_threads = threads
-    params.cpuparams_batch.n_threads = verify_threads or threads
-    params.cache_type_k = getattr(upstream.ggml_type, f"GGML_TYPE_{key_type}")
-    params.fit_params = params.cache_prompt = False
-    drafting = params.speculative
-    drafting.types = [
-        getattr(
-            upstream.common_speculative_type,
-            f"COMMON_SPECULATIVE_TYPE_{'DRAFT_SIMPLE' if k else 'NONE'}",
-        )
-    ]
-    drafting.draft.n_max = k
-    drafting.draft.n_min = 0
-    drafting.draft.p_min = p_min
-    if k:
-        drafting.draft.mparams.path = str(prepare(parse(draft)))
-    server = upstream.Server(params)
+def serve(target, draft, k, threads):
+    """Run llama.cpp's server in this process, with K = `k`, and yield its URL."""
+    server = open_server(target, draft, "DRAFT_SIMPLE" if k else "NONE", k, threads)
     try:
         yield server.listening_address
     finally:
         del server
 
 
-def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
+def compare_ks(documents):
     """Return tau and speed, measured and computed from K = 8, per content, temperature and K."""
     runs = pd.concat(
         [pd.DataFrame(document["runs"]).assign(k=k) for k, document in documents.items()]
@@ -119,17 +81,10 @@ def compare_ks(documents: dict[int, dict]) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("prompts_per_content", nargs="?", type=int, default=6)
-    parser.add_argument("tokens", nargs="?", type=int, default=64)
-    parser.add_argument("threads", nargs="?", type=int, default=2)
-    parser.add_argument("--target", default=TARGET)
-    parser.add_argument("--draft", default=DRAFT)
-    parser.add_argument("--contents", nargs="+", default=CONTENTS)
-    parser.add_argument("--out", type=Path, default=RECORD)
+def main():
+    parser = arguments(__doc__, __file__, target=TARGET, draft=DRAFT, contents=[*CONTENTS])
+    for name, default in {"prompts_per_content": 6, "tokens": 64, "threads": 2}.items():
+        parser.add_argument(name, nargs="?", type=int, default=default)
     given = parser.parse_args()
     models = given.target, given.draft
     chosen = [
@@ -140,8 +95,8 @@ def main() -> None:
     documents = {}
     for k in [K, *range(1, K)]:
         with (
-            serve(k, given.threads, *models) as url,
-            serve(0, given.threads, *models) as plain_url,
+            serve(*models, k, given.threads) as url,
+            serve(*models, 0, given.threads) as plain_url,
             ProgressBar() as progress,
         ):
             params = ServerParams(server=url, plain=plain_url, max_new_tokens=given.tokens)
@@ -160,13 +115,9 @@ def main() -> None:
             f"{content}: best K computed {best['k']}, "
             f"{100 * loss:.1f} % slower than the best measured"
         )
-    document = {
-        "target": Path(given.target).name,
-        "draft": Path(given.draft).name,
-        "upstream": upstream.BUILD_INFO,
-        "rows": table.to_dict("records"),
-    }
-    write_atomic(given.out, json.dumps(plain(document, nan=None), indent=1).encode())
+    models = {"target": Path(given.target).name, "draft": Path(given.draft).name}
+    facts = models | {"upstream": upstream.BUILD_INFO}
+    write_record(given.out, facts | {"rows": table.to_dict("records")}, chosen)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def test_a_published_figure_equals_the_one_in_its_notebook(sidecar):
     cells = nbformat.read(FOLDER / f"{sidecar['experiment']}.ipynb", 4).cells
     outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
     shown = [data[PLOTLY]["data"] for data in outputs if PLOTLY in data]
+    assert all("image/png" in data for data in outputs if PLOTLY in data)
     drawn = json.loads(sidecar["figure"])["data"]
     assert rounded(drawn) in map(rounded, shown)
 

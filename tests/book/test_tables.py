@@ -1,7 +1,6 @@
 """Tables equal numbers computed by hand from small records."""
 
 from datetime import UTC, datetime
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -12,6 +11,11 @@ from specnb.records import Generation, Round, RunRecord
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 NONE = float("nan")
+RATES = {
+    "baseline_engine": "llama.cpp q4_1",
+    "baseline_tokens_per_s": 80.0,
+    "plain_tokens_per_s": 20.0,
+}
 
 
 def generation(prompt, category, temperature, rounds, seconds, *, k=0, prefill_s=0.0):
@@ -40,12 +44,7 @@ def generation(prompt, category, temperature, rounds, seconds, *, k=0, prefill_s
 
 
 def record(*generations, **measured):
-    rates = {
-        "baseline_engine": "llama.cpp q4_1",
-        "baseline_tokens_per_s": 80.0,
-        "plain_tokens_per_s": 20.0,
-    }
-    measured = {"forks": [], "verify_curve": None, "baseline": rates} | measured
+    measured = {"forks": [], "verify_curve": None, "baseline": RATES} | measured
     return RunRecord(
         run_id="r1",
         experiment="01_k_sweep",
@@ -104,20 +103,17 @@ def test_best_k_is_the_fastest_k_with_a_verdict_on_whether_it_pays():
     rows = [
         ("prose", 0, 1.0, 1.0, 1.0),
         ("prose", 2, 0.8, 0.7, 0.9),
-        ("prose", 4, 0.5, 0.4, 0.6),
-        ("code", 0, 1.0, 1.0, 1.0),
         ("code", 2, 1.2, 1.1, 1.3),
         ("code", 4, 1.5, 1.2, 1.9),
         ("a", 2, 1.2, 1.0, 1.4),
-        ("b", 2, 0.9, 0.8, 1.0),
-        ("c", 2, 3.0, NONE, NONE),
+        ("b", 2, 3.0, NONE, NONE),
     ]
     frame = pd.DataFrame(rows, columns=["category", "k", "speedup", "low", "high"])
     best = tables.best_k(frame.assign(tau=2.0, temperature=0.0, n_prompts=30, busy=False))
     assert best[["category", "k", "verdict"]].values.tolist() == [
         ["prose", 2, "does not pay"],
         ["code", 4, "pays"],
-        *([name, 2, "undecided"] for name in "abc"),  # intervals that touch 1, and no interval
+        *([name, 2, "undecided"] for name in "ab"),  # an interval that touches 1, and no interval
     ]
 
 
@@ -131,15 +127,6 @@ def test_measurements_on_a_busy_machine_are_marked_and_get_no_verdict(run, curve
     sweep = tables.k_sweep(measured)
     assert set(sweep["busy"]) == {marked} and set(tables.verify_cost(measured)["busy"]) == {curve}
     assert (set(tables.best_k(sweep)["verdict"]) == {tables.BUSY}) is bool(marked)
-
-
-def test_compact_tables_have_intervals_in_cells_and_a_dash_for_no_value():
-    ends = {"low": [1.05, NONE], "high": [1.706, NONE]}
-    frame = pd.DataFrame(
-        {"k": [2, 3], "speedup": [1.284, 0.5], **ends, "acceptance_rate": [None, 0.5]}
-    )
-    cells = {"k": [2, 3], "speedup": ["1.28 [1.05, 1.71]", "0.50"], "acceptance_rate": ["–", 0.5]}
-    assert tables.compact(frame).to_dict("list") == cells
 
 
 # --- checks
@@ -162,7 +149,6 @@ FAST = BASE.model_copy(update={"rounds": SAME.rounds})
     [
         (SWEEP.generations, [], [True, True, True]),
         ([BASE, DIFFERS], [True], [True, True, True]),
-        ([BASE, SAME, DIFFERS], [], [False, True, True]),
         ([BASE, SAME, DIFFERS], [False], [False, True, True]),
         # more accepted than drafted
         (
@@ -188,38 +174,21 @@ def test_best_k_is_a_range_of_equally_fast_k():
     """Five prompts: "copy" drafts at most 4 tokens, "slow" never pays, "mixed" pays on two."""
     times = {"copy": [[0.8, 0.7, 0.5, 0.49, 0.49]] * 5, "slow": [[1.1, 1.2, 1.3, 1.4, 1.5]] * 5}
     times["mixed"] = [[0.7, 0.7]] * 2 + [[1.1, 1.1]] * 3
+    same = {"category": "code", "temperature": 0.0, "n_decoded": 10, "rounds": 5, "tau": 2.2}
+    same |= {"drafted": 10, "accepted": 5}
     rows = [
-        {
-            "drafter": name,
-            "prompt_id": str(prompt),
-            "k": k,
-            "seconds": scale * seconds,
-            "plain_s": scale,
-        }
+        same
+        | {"drafter": name, "prompt_id": str(at), "k": k, "seconds": s * scale, "plain_s": scale}
         for name, of_prompts in times.items()
-        for prompt, (scale, of_k) in enumerate(
-            zip([0.9, 0.95, 1.0, 1.05, 1.1], of_prompts, strict=True)
-        )
-        for k, seconds in enumerate(of_k, start=1)
+        for at, scale in enumerate([0.9, 0.95, 1.0, 1.05, 1.1])
+        for k, s in enumerate(of_prompts[at], start=1)
     ]
-    same = {
-        "category": "code",
-        "temperature": 0.0,
-        "n_decoded": 10,
-        "rounds": 5.0,
-        "tau": 2.2,
-        "drafted": 10,
-    }
-    rows = [row | same | {"accepted": 5, "live_plain_s": row["plain_s"]} for row in rows]
-    record = SimpleNamespace(
-        measurements={"replay": {"rows": rows}}, params={}, provenance={}, generations=()
-    )
-    best = tables.best_range(record).query("category == 'code'").set_index("drafter")
+    measured = record(replay={"rows": rows}, baseline={})
+    best = tables.best_range(measured).query("category == 'code'").set_index("drafter")
     assert best[["k", "range", "longest", "verdict"]].T.to_dict("list") == {
         "copy": [4, "4", 4, "pays"],
         "slow": [1, "1", 5, "does not pay"],
         "mixed": [1, "1", 1, "undecided"],
     }
-    assert best.loc["copy", ["speedup", "tau", "without_loops"]].tolist() == pytest.approx(
-        [1 / 0.49, 2.2, 1 / 0.49]
-    )
+    numbers = best.loc["copy", ["speedup", "tau", "without_loops"]].tolist()
+    assert numbers == pytest.approx([1 / 0.49, 2.2, 1 / 0.49])

@@ -29,10 +29,10 @@ from specnb.draft.lookup import LookupDrafter
 from specnb.lm import toy
 from specnb.prompts import Prompt
 
-target = toy.markov(6, order=2, seed=4, sharpness=3.0)
+target = toy.markov(6, order=2, seed=4)
 prompt = Prompt(id="code-01", category="code", text="abcabca")
 
-def run_live(setting, progress, prompt):
+def run_live(setting, progress, typed):
     return [generate(target, prompt, max_new_tokens=40, **drafting) for drafting in
             ({}, {"drafter": LookupDrafter(), "k": setting.k})], False
 
@@ -48,36 +48,25 @@ def jupyterlab(home: Path) -> Iterator[str]:
     quiet = home / "app" / "@jupyterlab" / "apputils-extension" / "notification.jupyterlab-settings"
     quiet.parent.mkdir(parents=True)
     quiet.write_text(json.dumps({"fetchNews": "false", "checkForUpdates": False}))
-    own = {
-        name: str(home / name.lower())
-        for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-    }
-    own |= {"JUPYTER_DATA_DIR": str(home / "data"), "JUPYTERLAB_SETTINGS_DIR": str(home / "app")}
+    names = ("JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR", "JUPYTER_DATA_DIR")
+    own = {name: str(home / name.lower()) for name in names}
+    own["JUPYTERLAB_SETTINGS_DIR"] = str(home / "app")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = [
-        "--no-browser",
-        f"--port={port}",
-        "--ServerApp.port_retries=0",
-        "--allow-root",
-        "--ip=127.0.0.1",
-    ]
-    options += [f"--IdentityProvider.token={TOKEN}", "--LabApp.news_url=None"]
-    log = home / "jupyterlab.txt"
-    with log.open("wb") as file:
-        command = [sys.executable, "-m", "jupyterlab", *options]
+    options = f"--no-browser --port={port} --ServerApp.port_retries=0 --allow-root --ip=127.0.0.1"
+    options += f" --IdentityProvider.token={TOKEN} --LabApp.news_url=None"
+    command = [sys.executable, "-m", "jupyterlab", *options.split()]
+    with (home / "jupyterlab.txt").open("wb") as log:
         server = subprocess.Popen(
-            command, cwd=home / "shelf", env=os.environ | own, stdout=file, stderr=file
+            command, cwd=home / "shelf", env=os.environ | own, stdout=log, stderr=log
         )
     try:
         end = time.monotonic() + 30
-        while server.poll() is None and time.monotonic() < end:
+        while time.monotonic() < end:
             with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
                 break
             time.sleep(0.2)
-        else:
-            pytest.fail(f"the server did not start:\n{log.read_text(errors='replace')[-2000:]}")
         yield f"http://127.0.0.1:{port}"
     finally:
         server.kill()
@@ -125,28 +114,19 @@ def use(page, frame) -> None:
 
     _, trace, curve, c, _ = stored(SHIPPED)
     tables = Tables(trace)
-    drafter = next(name for name in tables.drafters if "cost-aware" in tables.policies(name))
+    policy = "cost-aware"
+    drafter = next(name for name in tables.drafters if policy in tables.policies(name))
     machine = Cost(curve, c[drafter], drafter not in tables.models, THIS_MACHINE)
+    place = {"drafter": drafter, "content": ALL, "machine": machine.name, "k": 5, "policy": policy}
     for t, top_p in tables.samplings[:2]:
-        place = position(frame, t, top_p)
-        move(
-            frame,
-            drafter=drafter,
-            sampling=place,
-            content=ALL,
-            machine=machine.name,
-            k=5,
-            policy="cost-aware",
-        )
-        until(page, lambda: text(frame, "result"), lambda shown: shown.startswith("cost-aware"))
-        require_shown(frame, tables, Setting(drafter, t, ALL, "cost-aware", 5, machine, top_p))
+        move(frame, **place, sampling=position(frame, t, top_p))
+        until(page, lambda: text(frame, "result"), lambda shown: shown.startswith(policy))
+        require_shown(frame, tables, Setting(drafter, t, ALL, policy, 5, machine, top_p))
 
     frame.get_by_role("button", name="Reset", exact=True).click()
     run = frame.get_by_role("button", name="Run live", exact=True)
     run.click()
-    line = until(
-        page, lambda: text(frame, "outcome"), lambda shown: shown.startswith("Live, fixed K")
-    )
-    assert "on this machine; predicted for the same prompts: " in line
+    until(page, lambda: text(frame, "outcome"), lambda line: line.startswith("Live, fixed K"))
+    assert "on this machine; predicted for the same prompts: " in text(frame, "outcome")
     until(page, run.is_enabled, bool)
     assert frame.locator("#star").count() == 1

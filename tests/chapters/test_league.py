@@ -85,6 +85,7 @@ def test_the_table_ranks_drafters_and_a_perfect_copy_has_acceptance_rate_1(recor
     values = claims.values_of(record, {"ranks": table})
     assert values["itself"].n == 4 and values["trained"].n == 0
     assert league.draw_contents(record, contents).data and league.draw_ranks(record, table).data
+    assert league.draw_region(record).data
 
 
 def test_the_break_even_line_is_drawn_and_cross_engine_drafters_are_marked(record):

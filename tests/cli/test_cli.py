@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from specnb import cli, doctor, store
+from specnb import cli, doctor
 from specnb.book import engine, notebook
 from specnb.book.engine import NotebookOutcome
 from specnb.cli import show
@@ -26,29 +26,17 @@ from tests.conftest import errors
 def is_mistake(result, *parts):
     """Require exit code 2, an empty stdout, and one line on stderr that contains `parts`."""
     code, out, err = result
-    assert (
-        code == 2
-        and out == ""
-        and err.startswith("specnb: ")
-        and err.count("\n") == 1
-        and err.endswith("\n")
-    ), err
-    assert "Traceback" not in err and all(part in err for part in parts), err
+    assert code == 2 and out == "" and err.endswith("\n") and err.count("\n") == 1, err
+    assert err.startswith("specnb: ") and all(part in err for part in parts), err
 
 
 def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     code, out, _ = specnb("compat", "deepseek-r1-distill-qwen-32b", "qwen2.5-0.5b-instruct")
-    assert (
-        code == 0
-        and "needs translation" in out
-        and "llama.cpp: refuses: add_bos True and False" in out
-    )
-    document = json.loads(
-        specnb("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")[1]
-    )
-    assert (document["verdict"], document["way"]) == ("works with slicing", "slicing")
-    assert document["llama_cpp"]["accepts"] is True and document["findings"][0]["remedy"]
+    assert code == 0 and "needs translation" in out and "llama.cpp: refuses: add_bos" in out
+    pair = ("compat", "qwen2.5-coder-32b", "qwen2.5-0.5b-instruct", "--json")
+    document = json.loads(specnb(*pair)[1])
+    assert document["verdict"] == "works with slicing" and document["findings"][0]["remedy"]
     rows = json.loads(specnb("compat", "gpt-neox", "mpt", "llama-3.2-1b-instruct", "--json")[1])
     assert [r["verdict"] for r in rows[:2]] == ["drop-in", "unknown"] and len(rows) == 6
     is_mistake(specnb("compat", "gpt-2", "nothing-like-it"), "nothing-like-it")
@@ -57,39 +45,27 @@ def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, 
 @pytest.mark.model
 def test_describe_reports_whether_a_model_opens_and_its_drafters(specnb):
     facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
-    assert (facts["opens"], facts["engine"], facts["state"], facts["n_layers"]) == (
-        "yes",
-        "llama.cpp",
-        "attention",
-        30,
-    )
-    assert facts["certificate"] and facts["weights"].startswith("of the shipped q4_1 file; KL")
-    assert (
-        facts["rewind"] in facts["strategies"]
-        and "smollm2-135m-medusa" in facts["heads"]
-        and facts["drafts"]
-    )
+    expected = {"opens": "yes", "engine": "llama.cpp", "state": "attention", "n_layers": 30}
+    assert expected.items() <= facts.items() and facts["certificate"] and facts["drafts"]
+    assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"]
     facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
-    assert (
-        facts["vocab_size"] == 50257 and facts["opens"].startswith("no") and "engine" not in facts
-    )
+    assert facts["opens"].startswith("no") and "engine" not in facts
 
 
-@pytest.mark.parametrize("widest", [9, 64])
 def test_certify_prints_a_certificate_and_exits_with_one_if_it_is_below_64(
-    specnb, tiny, monkeypatch, widest
+    specnb, tiny, monkeypatch
 ):
     # opening it probes and caches the certificate, which must be the true one
     specnb("describe", "--certify", tiny)
-    monkeypatch.setattr(
-        "specnb.lm.probe.certify", lambda model, widths, n_steps: min(widest, max(widths))
-    )
-    code, out, _ = specnb("describe", "--certify", tiny, "--json")
-    found = json.loads(out)
-    assert (
-        code == int(widest < 64) and found["same_bits_up_to"] == widest and found["model"] == tiny
-    )
-    assert set(found) == {"model", "same_bits_up_to", "certificate", "exact_by"}
+    for widest in (9, 64):
+        monkeypatch.setattr(
+            "specnb.lm.probe.certify",
+            lambda model, widths, n_steps, widest=widest: min(widest, max(widths)),
+        )
+        code, out, _ = specnb("describe", "--certify", tiny, "--json")
+        found = json.loads(out)
+        assert (code, found["same_bits_up_to"]) == (int(widest < 64), widest)
+        assert found["model"] == tiny and found["certificate"] and "exact_by" in found
 
 
 @pytest.fixture
@@ -120,35 +96,24 @@ def test_an_invalid_option_is_refused_before_a_model_is_loaded(specnb, monkeypat
 FIVE = ("generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens")
 
 
-def test_a_terminal_shows_accepted_draft_tokens_in_green(specnb, models, monkeypatch):
-    piped = specnb(*FIVE, "6")[1]
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = specnb(*FIVE, "6")[1]
-    green = [
-        part.partition("\x1b[0m")[0] for part in shown.partition("\n")[0].split("\x1b[32m")[1:]
-    ]
-    assert piped.startswith("cdeabc\n") and "\x1b" not in piped
-    assert re.sub(r"\x1b\[\d+m", "", shown).startswith("cdeabc\n") and green == [*"cdeb"]
-
-
-def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(specnb, models, idle):
+def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(
+    specnb, models, idle, monkeypatch
+):
     out = specnb(*FIVE, "10")[1]
+    assert out.startswith("cdeabcdeab\n") and "\x1b" not in out
     assert out.count(" times as fast") == 1 and "7 of 7" in out and "tokens per s" not in out
     assert "tokens per s" in specnb(*FIVE, "10", "-v")[1].replace("_", " ")
     code, out, err = specnb(*FIVE, "10", "--baseline", "--json")
     document = json.loads(out)
     assert code == 0 and errors(err) == [] and "five" in err and out.count("\n") == 1
-    assert (
-        list(document) == ["generation", "baseline", "summary", "triage"]
-        and document["triage"] is None
-    )
-    assert (
-        document["generation"]["token_ids"]
-        == document["baseline"]["token_ids"]
-        == [2, 3, 4, 0, 1] * 2
-    )
+    assert list(document) == ["generation", "baseline", "summary", "triage"]
+    for text in ("generation", "baseline"):
+        assert document[text]["token_ids"] == [2, 3, 4, 0, 1] * 2
     facts = {"identical": True, "fork": None, "acceptance_rate": 1.0, "n_tokens": 10}
     assert facts.items() <= document["summary"].items() and document["summary"]["speedup"] > 0
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    green = re.findall(r"\x1b\[32m(.)", specnb(*FIVE, "6")[1].partition("\n")[0])
+    assert green == [*"cdeb"], "accepted draft tokens on a terminal"
 
 
 @pytest.fixture
@@ -202,33 +167,20 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_in_a_file(monkeypatch, stream
 
 
 def test_lab_opens_copies_with_working_links_and_never_replaces_one(specnb, monkeypatch, tmp_path):
-    for path, text in {
-        "notebooks/00_a.ipynb": "a",
-        "notebooks/01_b.ipynb": "b",
-        "figures/f.html": "f",
-    }.items():
-        write_atomic(tmp_path / path, text.encode())
+    for path in ("notebooks/00_a.ipynb", "notebooks/01_b.ipynb", "figures/f.html"):
+        write_atomic(tmp_path / path, path.encode())
     monkeypatch.setenv("SPECNB_RESULTS", str(tmp_path / "results"))
     for module in (sys.modules["specnb.cli.app"], notebook):
         monkeypatch.setattr(module, "project_dir", lambda: tmp_path)
     called = []
     monkeypatch.setattr(subprocess, "call", lambda command: called.append(command) or 7)
     folder = tmp_path / "results/lab/notebooks"
-    options = ["--allow-root", "--no-browser", "--port", "8888"]
-    for words, name in (
-        ([], "00_a"),
-        (["01"], "01_b"),
-        (options, "00_a"),
-        (["01", *options], "01_b"),
-    ):
-        assert specnb("lab", *words) == (7, "", "")
-        root, *opened = called.pop()[4:]
-        assert str(folder.parent) in root
-        assert opened == [str(folder / f"{name}.ipynb"), *[word for word in words if word != "01"]]
-    assert (folder / "../figures/f.html").read_text() == "f" and (
-        folder / "01_b.ipynb"
-    ).read_text() == "b"
     copy = folder / "00_a.ipynb"
+    options = ["--allow-root", "--port", "8888"]
+    for words, opened in (([], copy), (["01", *options], folder / "01_b.ipynb")):
+        assert specnb("lab", *words) == (7, "", "")
+        assert called.pop()[5:] == [str(opened), *words[1:]]
+    assert (folder / "../figures/f.html").read_text() == "figures/f.html"
     copy.write_text("mine")
     assert specnb("lab")[2] == ""
     (tmp_path / "notebooks/00_a.ipynb").write_text("new")
@@ -280,17 +232,14 @@ def runs(monkeypatch):
 @pytest.mark.parametrize(
     ("words", "params"),
     [
-        (
-            ["-p", "ks", "[2,4]", "-p", "target", "smollm2-135m"],
-            {"ks": [2, 4], "target": "smollm2-135m"},
-        ),
         (["-p", "ks=[2,4]", "--parameter", "target", "x=y"], {"ks": [2, 4], "target": "x=y"}),
         (["-p", "seed", "-1"], {"seed": -1}),
         (["-p", "target", ""], {"target": ""}),
-        ([], {}),
     ],
 )
-def test_parameters_are_one_or_two_words_before_or_after_the_name(specnb, runs, words, params):
+def test_parameters_are_one_or_two_words_before_or_after_the_name(
+    specnb, runs, idle, words, params
+):
     for line in (["01_a", *words], [*words, "01_a"]):
         assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
@@ -313,46 +262,33 @@ def test_no_name_runs_all_in_order_also_after_a_failure_and_invalid_parameters_n
 
 def test_the_zoo_is_listed(specnb, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
-    rows = json.loads(specnb("models", "--json")[1])
-    assert rows[0]["name"] == "smollm2-135m" and rows[0]["present"] is False
-    assert set(rows[0]) == {
-        "name",
-        "source",
-        "licence",
-        "n_bytes",
-        "present",
-        "path",
-        "parameters",
-        "roles",
-    }
-    out = specnb("models")[1]
-    assert "Apache-2.0" in out and "facts only" in out
+    first, *_ = json.loads(specnb("models", "--json")[1])
+    assert first["name"] == "smollm2-135m" and first["present"] is False
+    assert "Apache-2.0" in specnb("models")[1]
 
 
-LONG = "Qwen2.5-Coder-32B-Instruct-Q4_K_M.gguf"
-TABLES = {
-    "an id beside long text": (["run_id", "params"], [["f3d1bcdd9791", "seed=1, " * 30]], []),
-    "a name and five columns of text": (
+TABLES = [
+    (["run_id", "params"], [["f3d1bcdd9791", "seed=1, " * 30]], ""),
+    (
         ["name", *"abcde"],
-        [[LONG, *["some words, and more"] * 5]],
-        ["c", "d", "e"],
+        [["Qwen2.5-Coder-32B-Instruct", *["some words, and more"] * 5]],
+        "d, e",
     ),
-    "two long names": (["target", "draft", "c"], [[f"{LONG[:-5]}x", LONG, 0.25]], ["c"]),
-    "nothing": (["name"], [], []),
-}
+    (["name"], [], ""),
+]
 
 
-@pytest.mark.parametrize(("columns", "rows", "left_out"), TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize(("columns", "rows", "left_out"), TABLES)
 def test_a_narrow_table_keeps_the_first_column_and_names_omitted_columns(
     capsys, monkeypatch, columns, rows, left_out
 ):
     monkeypatch.setenv("COLUMNS", "80")
     show.print_table("title [b]", columns, rows)
     title, *lines = capsys.readouterr().out.splitlines()
-    assert title == "title [b]" and all(str(row[0]) in "".join(lines) for row in rows)
+    assert title == "title [b]" and all(row[0] in "".join(lines) for row in rows)
     *table, last = lines or [""]
     assert max(map(len, table), default=0) <= 80
-    assert (f"no room for {', '.join(left_out)}:" in last) if left_out else ("no room" not in last)
+    assert (f"no room for {left_out}:" in last) == bool(left_out) == ("no room" in last)
 
 
 @pytest.mark.parametrize("old", MOVED)
@@ -382,47 +318,30 @@ def test_bench_prints_one_document_and_forward_passes_without_a_drafter(
 ):
     monkeypatch.setattr("specnb.measure.machines.RATES", {"n_prompt": 4, "n_gen": 2, "repeats": 1})
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: toy.cyclic(5))
-    mine = [json.dumps({"id": f"p{i}", "category": "mine", "text": "ab"}) for i in range(2)]
-    (file := store.results_dir() / "mine.jsonl").parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("\n".join(mine))
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"task_id": 1, "prompt": "ab"}\n{"task_id": 2, "prompt": "ab"}')
     sizes = ["--prompts-per-category", "2", "--k", "2", "--max-new-tokens", "4"]
     words = ["bench", "five", "--prompts", str(file), *sizes]
     document = json.loads(specnb(*words, "lookup", "--json")[1])
-    assert (
-        set(document) == {"target", "rates", "verify_curve", "pairs", "rows"}
-        and not document["rows"]
-    )
-    assert document["pairs"][0]["table"][1]["n_prompts"] == 2
+    assert list(document["rows"]) == [] and document["pairs"][0]["table"][1]["n_prompts"] == 2
     assert "T(n)/T(1)" in specnb(*words)[1]
 
 
-def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert specnb("--help")[1].count("\n") <= 40
-    for command in ("generate", "bench", "sweep", "heads train", "divergence investigate"):
-        usual, every = (
-            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])})
-            for word in ("--help", "--help-all")
-        )
-        assert usual - 1 <= 12 and every >= usual, command
-
-
-@pytest.mark.parametrize(("ok", "expected"), [(True, 0), (None, 0), (False, 1)])
-def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok, expected):
+@pytest.mark.parametrize("ok", [True, None, False])
+def test_check_exits_with_one_when_something_is_missing(specnb, monkeypatch, ok):
     found = doctor.Prerequisite("x", ok, "found", "do this")
     monkeypatch.setattr(doctor, "diagnose", lambda decode: [found])
     code, out, _ = specnb("check", "--json")
-    assert code == expected and json.loads(out) == [found._asdict()]
-    assert ("do this" in specnb("check")[1]) == (ok is not True) and "do this" in specnb(
-        "check", "-v"
-    )[1]
+    assert code == (ok is False) and json.loads(out) == [found._asdict()]
+    assert ("do this" in specnb("check")[1]) == (ok is not True)
+    assert "do this" in specnb("check", "-v")[1]
 
 
 def test_the_log_of_another_engine_is_judged_for_a_machine(specnb):
     words = ("results", "--from", "data/logs/sglang.json", "--t8", "1.1")
     document = json.loads(specnb(*words, "--json")[1])
-    assert document["requests"] == 1 and [row["k"] for row in document["tau"] if row["own"]] == [5]
-    assert (document["advice"][0]["low"], document["advice"][0]["verdict"]) == (None, "undecided")
+    assert document["requests"] == 1 and document["advice"][0]["verdict"] == "undecided"
+    assert [row["k"] for row in document["tau"] if row["own"]] == [5]
     assert "one request: no verdict" in specnb(*words)[1]
 
 
@@ -440,3 +359,14 @@ def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb, idle
     )
     words = ("bench", "absent.gguf", "lookup", "--heads-checkpoint", "smollm2-135m-hydra")
     is_mistake(specnb(*words), "heads_checkpoint")
+
+
+def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert specnb("--help")[1].count("\n") <= 40
+    for command in ("generate", "bench", "sweep", "heads train", "divergence investigate"):
+        usual, every = (
+            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])})
+            for word in ("--help", "--help-all")
+        )
+        assert usual - 1 <= 12 and every >= usual, command

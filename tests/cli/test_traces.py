@@ -45,12 +45,7 @@ def test_two_captures_of_a_gguf_file_are_compared_by_the_suggested_commands(
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     file = str(llama_gguf(tmp_path / "llama.gguf"))
     first = write("a", file, "--prompt", "ab", "--max-new-tokens", "3")
-    assert (
-        first["engine"] == "torch"
-        and first["steps"] == 4
-        and first["rows"] > 100
-        and first["reads"] > 10
-    )
+    assert first["engine"] == "torch" and first["steps"] == 4 and first["rows"] > 100
     with closing(load(file, backend="hf")) as model:
         prompt, *after = first["token_ids"]
         assert prompt == model.encode("ab")
@@ -84,13 +79,13 @@ def test_captured_tokens_are_fed_again_in_blocks_and_with_rollbacks(write, tiny,
 @pytest.mark.parametrize(
     ("words", "ids", "value"),
     [
-        (["--tokens", "ids", "--prompt", "x"], "1 2", "--prompt"),
-        (["--width", "5"], "", "--width 5"),
-        (["--out", "."], "", "--out"),
-        (["--max-new-tokens", "49"], "", "64 and 1 more"),
-        (["--tokens", "ids"], "", "feed"),
-        (["--tokens", "ids"], "1 2\n3 x4", "line 2"),
-        (["--tokens", "ids"], "1 99", "99"),
+        ("--tokens ids --prompt x", "1 2", "--prompt"),
+        ("--width 5", "", "--width 5"),
+        ("--out .", "", "--out"),
+        ("--max-new-tokens 49", "", "64 and 1 more"),
+        ("--tokens ids", "", "feed"),
+        ("--tokens ids", "1 2\n3 x4", "line 2"),
+        ("--tokens ids", "1 99", "99"),
     ],
 )
 def test_invalid_options_are_one_line_and_leave_no_files(
@@ -98,7 +93,7 @@ def test_invalid_options_are_one_line_and_leave_no_files(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ids").write_text(ids)
-    code, out, err = specnb("divergence", "capture", tiny, "--out", "out", *words)
+    code, out, err = specnb("divergence", "capture", tiny, "--out", "out", *words.split())
     (line,) = errors(err)
     assert code == 2 and out == "" and value in line and len(line) < 500
     assert [path.name for path in tmp_path.iterdir()] == ["ids"]
@@ -114,40 +109,32 @@ def traces(tmp_path_factory):
     model = torch_model().eval()
     folder = tmp_path_factory.mktemp("traces")
     script = random_script(model, tokens=18, prompt=14)
-    for name, service in (
-        ("a", nullcontext()),
-        ("b", nullcontext()),
-        ("wrong", FAULTS["random_head"](model)),
-    ):
+    for name in ("a", "b", "wrong"):
+        service = FAULTS["random_head"](model) if name == "wrong" else nullcontext()
         with service, capture(model, folder / name):
             feed_script(model, script)
     trace = ModuleTrace.load(folder / "wrong")
-    tensors, params = (
-        t.assign(module="engine." + t["module"]) for t in (trace.tensors, trace.params)
-    )
-    ModuleTrace(trace.facts, tensors, params, trace.arrays).save(folder / "engine")
+    for table in (trace.tensors, trace.params):
+        table["module"] = "engine." + table["module"]
+    trace.save(folder / "engine")
     return {name: str(folder / name) for name in ("a", "b", "wrong", "engine", "none")}
 
 
 @pytest.mark.parametrize(
     ("words", "code", "value"),
     [
-        (["a", "b"], 0, "SOUND: "),
-        (["a", "wrong", "--sound", "b"], 1, "DIVERGENT: first at lm_head"),
-        (
-            ["a", "engine", "--rename", "^engin=x", "--rename", r"^xe\.(?=.*)="],
-            1,
-            "DIVERGENT: first at lm_head",
-        ),
-        (["a", "none"], 125, "none"),
-        (["a", "engine"], 125, "--rename OLD=NEW"),
-        (["a", "b", "--rename", "(=x"], 2, "("),
+        ("a b", 0, "SOUND: "),
+        ("a wrong --sound b", 1, "DIVERGENT: first at lm_head"),
+        (r"a engine --rename ^engin=x --rename ^xe\.(?=.*)=", 1, "DIVERGENT: first at lm_head"),
+        ("a none", 125, "none"),
+        ("a engine", 125, "--rename OLD=NEW"),
+        ("a b --rename (=x", 2, "("),
     ],
 )
 def test_traces_are_compared_by_folder_and_module_paths_can_be_renamed(
     specnb, traces, words, code, value
 ):
-    got, out, err = specnb("divergence", "compare", *(traces.get(word, word) for word in words))
-    assert got == code and (
-        out.startswith(value) if code < 2 else out == "" and value in errors(err)[0]
-    )
+    words = [traces.get(word, word) for word in words.split()]
+    got, out, err = specnb("divergence", "compare", *words)
+    assert got == code
+    assert out.startswith(value) if code < 2 else out == "" and value in errors(err)[0]

@@ -1,5 +1,7 @@
 """The cost-aware controller where speculation always, never or sometimes pays."""
 
+from functools import cache
+
 import pytest
 
 from specnb.decode.control import RoundOutcome
@@ -8,7 +10,7 @@ from specnb.decode.generate import generate
 from specnb.lm import toy
 from specnb.measure.cost import Cost
 from specnb.measure.follow import follow
-from specnb.measure.replay import counts_of, fixed_k, walk_recording
+from specnb.measure.replay import counts_of, every_k, walk_recording
 from tests.laws.test_controllers import drafter_named
 
 K_MAX = 16
@@ -20,29 +22,23 @@ def cost_aware(cost, **options):
     return CostAware(cost.ratios(K_MAX), cost.c, **options)
 
 
-def recordings(drafter, seeds=range(4), n=120):
-    made = []
-    for seed in seeds:
-        target = toy.markov(4, order=2, seed=seed)
-        chosen = drafter_named(drafter, seed)
-        plain = generate(target, [0, 1, 2], max_new_tokens=n)
-        made += follow(target, [chosen], plain, k_max=K_MAX, max_new_tokens=n)
-    return made
+@cache
+def recorded(drafter, seed=0, n=120):
+    target = toy.markov(4, order=2, seed=seed)
+    plain = generate(target, [0, 1, 2], max_new_tokens=n)
+    followed = [drafter_named(drafter, seed)]
+    return follow(target, followed, plain, k_max=K_MAX, max_new_tokens=n)[0]
 
 
 def even(kept, top, n=200):
     """Return a recording in which all draft tokens are accepted, or none, at confidence `top`."""
-    (base,) = recordings("other", seeds=[0], n=n)
+    base = recorded("other", n=n)
     keep = tuple((kept,) * min(drafts, base.n_tokens - i) for i, drafts in enumerate(base.offered))
     return base._replace(keep=keep, beliefs=(top,) * base.n_tokens)
 
 
-def hopeless(n=200):
-    return even(0.0, 0.3, n)
-
-
 def test_expensive_wrong_drafts_are_only_tried_rarely():
-    recording = hopeless(2000)
+    recording = even(0.0, 0.3, 2000)
     control = cost_aware(DEAR)
     steps = walk_recording(recording, control)
     plain = (recording.n_tokens - 1) * DEAR.curve.seconds(1)
@@ -54,7 +50,7 @@ def test_expensive_wrong_drafts_are_only_tried_rarely():
 def test_drafting_resumes_when_draft_tokens_become_correct():
     control = cost_aware(FLAT, patience=8)
     perfect = even(1.0, 0.99)
-    walk_recording(hopeless(), control)
+    walk_recording(even(0.0, 0.3), control)
     steps = walk_recording(perfect, control)
     assert steps[-3].drafted > 0 and len(steps) < 0.3 * perfect.n_tokens
 
@@ -66,8 +62,9 @@ def test_drafting_resumes_when_draft_tokens_become_correct():
 def test_the_speed_is_close_to_the_best_fixed_k_in_hindsight(drafter, cost):
     """On closed-form models. Notebook 02 has the bound for real texts."""
     cost = cost if drafter != "lookup" else cost._replace(c=0.0)
-    group = recordings(drafter)
-    best = min(sum(fixed_k(r, k).seconds(cost) for r in group) for k in range(K_MAX + 1))
+    group = [recorded(drafter, seed) for seed in range(4)]
+    by_k = zip(*(every_k(recording, range(K_MAX + 1)) for recording in group), strict=True)
+    best = min(sum(counts.seconds(cost) for counts in of_k) for of_k in by_k)
     control = cost_aware(cost)
     assert best / sum(counts_of(r, walk_recording(r, control)).seconds(cost) for r in group) > 0.93
 
@@ -78,3 +75,12 @@ def test_k_is_learned_by_position_if_the_drafter_reports_no_confidence():
         k = control.draft_length()
         control.update(RoundOutcome(k, min(k, 2), b""))
     assert control.draft_length() == 2
+
+
+def test_a_round_without_a_request_for_drafts_teaches_nothing_about_drafting():
+    control = cost_aware(FLAT)
+    assert control.draft_length() > 0 and control.goes_on(0, 0.9)
+    control.update(RoundOutcome(1, 1, b""))
+    learned = [control.recent_rate, *control._calibration._tested]
+    control.update(RoundOutcome(0, 0, b""))  # as from a router without budget for this drafter
+    assert [control.recent_rate, *control._calibration._tested] == learned

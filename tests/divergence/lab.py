@@ -3,11 +3,9 @@
 Do not change its models and outcomes; copy them first.
 """
 
-from torch import nn
-
 from specnb.divergence import pair as small
+from specnb.divergence.faults.planting import replace_forward
 from specnb.divergence.investigate import random_script
-from specnb.divergence.script import Script
 from specnb.divergence.setups import Deploy, Lab, Outcome
 from tests.benchmarks.divergence_score.faults import FAULTS
 
@@ -15,14 +13,21 @@ TOKENS, PROMPT = 20, 14
 """Longer than the window of 16 tokens, with a rejection. The cost of a run is its nine feeds."""
 
 
+def patched(path, change):
+    """Return a service in which `change` modifies the output of a module's forward."""
+
+    def run(original, *args, **kwargs):
+        return change(original(*args, **kwargs))
+
+    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), run)
+
+
 class KeptLab(Lab):
     """A lab that caches its runs without a service, or with a fault of FAULTS."""
 
-    def __init__(
-        self, draft: nn.Module, target: nn.Module | None = None, *, script: Script
-    ) -> None:
+    def __init__(self, draft, target, *, script):
         super().__init__(draft, target, script=script)
-        self._kept: dict[tuple[str, Deploy | None], Outcome] = {}
+        self._kept = {}
 
     def run(self, name: str, deploy: Deploy | None = None) -> Outcome:
         """Run one set-up as `Lab.run` does, or return the cached outcome."""

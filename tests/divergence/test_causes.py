@@ -3,8 +3,6 @@
 from contextlib import ExitStack
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from specnb.divergence.causes import gather, rank
 from specnb.divergence.faults.planting import replace_forward, replaced
@@ -12,6 +10,8 @@ from specnb.divergence.investigate import judge_service
 from specnb.divergence.pair import copy_of
 from specnb.divergence.script import Script
 from specnb.divergence.setups import Lab
+from tests.divergence.lab import patched
+from tests.tiny_models import torch_model
 
 BANK = "model.layers.0.mlp.experts"
 
@@ -22,21 +22,15 @@ def runs(path, around):
 
 
 def shared_logits(draft, neighbour):
-    """Let both heads write to one buffer, from which the draft reads its neighbor's rows."""
-    left = []
+    """Let the draft's head return the rows that its neighbor's head wrote last."""
     planted = ExitStack()
-
-    def of_neighbour(original, states):
-        left[:] = [original(states)]
-        return left[0].clone()
-
-    def of_draft(original, states):
-        logits = original(states)
-        return left[0][:, -logits.shape[1] :].clone() if left else logits
-
     if neighbour is not None:
-        planted.enter_context(replace_forward(neighbour.lm_head, of_neighbour))
-        planted.enter_context(replace_forward(draft.lm_head, of_draft))
+        left = []
+        read = patched("lm_head", lambda out: left[-1][:, -out.shape[1] :] if left else out)
+        planted.enter_context(read(draft, neighbour))
+        planted.enter_context(
+            neighbour.lm_head.register_forward_hook(lambda _, args, out: left.append(out))
+        )
     return planted
 
 
@@ -133,17 +127,8 @@ def test_keys_and_values_rounded_to_int8_do_not_count_as_right(divergence_lab):
 
 def test_a_fault_in_a_module_without_parameters_is_a_computation_fault():
     """One activation function replaces another, in a small dense model."""
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        hidden_act="gelu",
-    )
-    torch.manual_seed(0)
     dense = Lab(
-        LlamaForCausalLM(config).eval(),
+        torch_model(hidden_act="gelu").eval(),
         script=Script.drafting(range(8), prompt=6, k=1, vocab_size=64),
     )
     deploy = runs("model.layers.1.mlp.act_fn", lambda original, states: states.relu())

@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import math
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -13,10 +13,11 @@ import torch
 from specnb.divergence import pair as small
 from specnb.divergence.capture import capture
 from specnb.divergence.offline import compare_traces
-from specnb.divergence.parts import part_of
 from specnb.divergence.script import Feed, Script, feed_script
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.faults import FAULTS
+from tests.benchmarks.divergence_score.grid import within
+from tests.divergence.lab import patched
 
 TEXT = np.random.default_rng(0).integers(0, 256, 18).tolist()
 SCRIPT = Script.drafting(TEXT, prompt=12, k=3, vocab_size=256)
@@ -27,33 +28,31 @@ EXPERTS, ATTENTION, ROUTER = "layers.0.mlp.experts", "layers.0.self_attn", "laye
 
 
 class Subject:
-    """A pair, and traces of its draft with and without faults."""
+    """A pair, and traces of its draft with and without faults and services."""
 
     def __init__(self, dtype):
-        models = small.pair(dtype=dtype)
-        self.draft, self.target = models.draft, models.target
+        self.draft, self.target = small.pair(dtype=dtype)
         self.reference = self.traced()
 
     def traced(self, *faults, script=SCRIPT, beside=None, model=None, at_use=True, **options):
         model = model or self.draft
-        known = {} if beside is None else {"target": beside}
+
+        def step(feed):
+            if beside:
+                with builder.paused():
+                    beside(torch.tensor([TEXT[:16]]))
+
         with ExitStack() as planted:
-            self.faults = [
-                planted.enter_context(FAULTS[name](model, beside, **options)) for name in faults
-            ]
+            for fault in faults:
+                service = FAULTS.get(fault, fault)
+                self.fault = planted.enter_context(service(model, beside, **options))
+            known = {"target": beside} if beside else {}
             builder = planted.enter_context(capture(model, known=known, at_use=at_use))
-            feed_script(model, script, before=lambda feed: beside and self.step(beside, builder))
+            feed_script(model, script, before=step)
         return builder.trace()
 
-    @staticmethod
-    def step(beside, builder):
-        with builder.paused():
-            beside(torch.tensor([TEXT[:16]]))
-
-    def batch(self, *texts):
-        with capture(self.draft) as builder, torch.no_grad():
-            self.draft(input_ids=torch.tensor(texts), use_cache=True)
-        return builder.trace()
+    def compared(self, *faults, **options):
+        return compare_traces(self.reference, self.traced(*faults, **options))
 
 
 @pytest.fixture(
@@ -66,16 +65,6 @@ def pair(request):
 @pytest.fixture(scope="module")
 def single():
     return Subject("float32")
-
-
-@contextmanager
-def hooked(*changes):
-    """Apply functions to outputs of modules inside the block, given (module, function) pairs."""
-    with ExitStack() as handles:
-        for module, change in changes:
-            handle = module.register_forward_hook(lambda _, args, out, change=change: change(out))
-            handles.callback(handle.remove)
-        yield
 
 
 SHAPES = {"expert_scale": "1.02", "random_head": "other operands", "dummy_tokens": "token 0 only"}
@@ -95,17 +84,12 @@ QUICK = (
     "fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS]
 )
 def test_the_module_and_the_token_of_every_fault_are_found(pair, fault):
-    comparison = compare_traces(pair.reference, pair.traced(fault, beside=pair.target))
-    planted = pair.faults[0]
+    comparison = pair.compared(fault, beside=pair.target)
     first = comparison.first
     if fault in BENIGN:
         assert comparison.verdict != "DIVERGENT" and first is None
         return
-    assert first.module == planted.first
-    assert any(
-        begin <= first.first_token and (end is None or first.first_token < end)
-        for begin, end in planted.tokens
-    )
+    assert first.module == pair.fault.first and within(pair.fault, first.first_token)
     # two traces alone do not show whether other tokens were fed on purpose
     assert comparison.verdict == ("INCONCLUSIVE" if fault == "dummy_tokens" else "DIVERGENT")
     assert SHAPES.get(fault, "") in comparison.likely
@@ -128,13 +112,10 @@ def test_sound_runs_of_other_shapes_are_never_divergent(pair, script):
 
 def test_a_tensor_that_changes_between_modules_is_blamed_on_the_container(single):
     """An input that equals another module's output is compared with it, whatever else is wrong."""
-    handle = single.draft.model.layers[0].register_forward_pre_hook(
+    with single.draft.model.layers[0].register_forward_pre_hook(
         lambda _, args: (args[0] * 1.5, *args[1:])
-    )
-    try:
-        minimal = compare_traces(single.reference, single.traced("rope_mismatch", start=0)).minimal
-    finally:
-        handle.remove()
+    ):
+        minimal = single.compared("rope_mismatch", start=0).minimal
     assert [(node.module, node.at) for node in minimal] == [
         ("rotary_emb", "rotary_emb"),
         ("model", "layers.0"),
@@ -146,14 +127,12 @@ def test_a_tensor_that_changes_between_modules_is_blamed_on_the_container(single
 
 
 def test_sound_runs_set_the_floors(single):
-    candidate = single.traced(script=Script.blocks(TEXT, width=1))
-    assert compare_traces(single.reference, candidate, sound=[candidate]).verdict == "SOUND"
-    # a run that is given as sound sets its own floor
     scaled = single.traced("expert_scale_in_op", layer=3, eps=0.05)  # no router follows layer 3
     comparison = compare_traces(single.reference, scaled)
     assert comparison.verdict == "DIVERGENT" and "a scale" in comparison.likely
     assert comparison.first.error == pytest.approx(0.05, rel=1e-3)
     assert comparison.first.gain == pytest.approx(1.05, abs=1e-4)
+    # a run that is given as sound sets its own floor
     assert compare_traces(single.reference, scaled, sound=[scaled]).verdict == "SOUND"
 
 
@@ -165,141 +144,107 @@ def test_sound_runs_must_have_the_compared_text(single):
         compare_traces(single.reference, single.reference, sound=[other])
     # the sound run has all of these tokens
     candidate = single.traced(script=Script.blocks(TEXT[:-1], width=5))
-    assert compare_traces(single.reference, candidate, sound=[other]).verdict in (
-        "SOUND",
-        "PRECISION_ONLY",
-    )
-    batch = single.batch(TEXT[:6], TEXT[6:12])
+    comparison = compare_traces(single.reference, candidate, sound=[other])
+    assert comparison.verdict in ("SOUND", "PRECISION_ONLY")
+    with capture(single.draft) as builder:
+        single.draft(input_ids=torch.tensor([TEXT[:6], TEXT[6:12]]))
+    batch = builder.trace()
     with pytest.raises(InputError, match="batch of 2"):
         compare_traces(batch, batch)
 
 
-@contextmanager
-def rerouted(model):
-    """Let router 0 choose its fifth expert, not the fourth, at position 7, with rounded logits."""
-
-    def other(out):
-        logits, scores, chosen = out
-        chosen = chosen.clone()
-        order = logits.argsort(-1, descending=True)
-        chosen[7, 3] = next(expert for expert in order[7] if expert not in chosen[7])
-        return logits * (1 + 2e-7), scores, chosen
-
-    with hooked((part_of(model, "router", 0)[1], other)):
-        yield
+def rerouted(routed):
+    """Choose the fifth expert, not the fourth, at position 7, with rounded logits."""
+    logits, scores, chosen = routed
+    chosen = chosen.clone()
+    order = logits[7].argsort(descending=True)
+    chosen[7, 3] = next(expert for expert in order if expert not in chosen[7])
+    return logits * (1 + 2e-7), scores, chosen
 
 
 def test_another_expert_is_a_fault_but_a_tie_only_ends_the_comparison(single):
-    tied = small.copy_of(single.draft)
+    service = patched(f"model.{ROUTER}", rerouted)
     clean = single.traced(script=PREFILL)
-    with rerouted(single.draft):
-        wrong = compare_traces(clean, single.traced(script=PREFILL))
+    wrong = compare_traces(clean, single.traced(service, script=PREFILL))
     assert wrong.verdict == "DIVERGENT"
     assert (wrong.first.module, wrong.first.first_token) == (ROUTER, 7)
     digest = clean.rows(module=ROUTER, role="out", name="out")["digest"].iloc[0]
     fourth, fifth = np.argsort(-clean.arrays[digest][7])[3:5].tolist()
-    router = part_of(tied, "router", 0)[1]
+    tied = small.copy_of(single.draft)
+    router = tied.get_submodule(f"model.{ROUTER}")
     with torch.no_grad():  # two experts that always get the same logits
         router.weight[fifth], router.bias[fifth] = router.weight[fourth], router.bias[fourth]
     clean = single.traced(script=PREFILL, model=tied)
-    with rerouted(tied):
-        other = single.traced(script=PREFILL, model=tied)
+    other = single.traced(service, script=PREFILL, model=tied)
     unknown = compare_traces(clean, other)
-    assert (
-        unknown.verdict == "INCONCLUSIVE" and "from position 7 on, another expert" in unknown.line
-    )
+    assert unknown.verdict == "INCONCLUSIVE"
+    assert "from position 7 on, another expert" in unknown.line
     # After such a choice, a sound run sets no floor.
-    with FAULTS["expert_scale_in_op"](tied, layer=3):
-        scaled = single.traced(script=PREFILL, model=tied)
+    scaled = single.traced("expert_scale_in_op", layer=3, script=PREFILL, model=tied)
     assert compare_traces(clean, scaled, sound=[other]).verdict == "DIVERGENT"
 
 
-def test_errors_that_no_module_causes_are_tolerated_up_to_a_limit(single):
+@pytest.mark.parametrize(("last", "verdict"), [(1.2, "INCONCLUSIVE"), (1 + 1e-5, "PRECISION_ONLY")])
+def test_errors_that_no_module_causes_are_tolerated_up_to_a_limit(single, last, verdict):
     """The errors of the last three modules may all have grown from earlier errors."""
-    draft = single.draft
 
-    def grown(last):
-        def whole(out):
-            out.logits = out.logits * last
-            return out
+    def whole(out):
+        out.logits = out.logits * last
+        return out
 
-        first, second = (
-            (module, lambda out, by=by: out * by)
-            for module, by in ((draft.model.norm, 1 + 1.5e-6), (draft.lm_head, 1 + 1.2e-5))
-        )
-        with hooked(first, second, (draft, whole)):
-            return compare_traces(single.reference, single.traced())
-
-    assert grown(1.2).verdict == "INCONCLUSIVE"
-    assert grown(1 + 1e-5).verdict == "PRECISION_ONLY"
+    norm = patched("model.norm", lambda out: out * (1 + 1.5e-6))
+    head = patched("lm_head", lambda out: out * (1 + 1.2e-5))
+    assert single.compared(norm, head, patched("", whole)).verdict == verdict
 
 
 # --- texts, batches, names ------------------------------------------------------------------------
 
 
 def test_foreign_parameters_are_named_if_the_inputs_agree(single):
-    beside = single.traced("positional_registry", beside=single.target)
-    comparison = compare_traces(single.reference, beside)
-    assert (
-        "target:model.layers.0.mlp.experts" in comparison.line
-        and "other operands" in comparison.likely
-    )
+    comparison = single.compared("positional_registry", beside=single.target)
+    assert f"target:model.{EXPERTS}" in comparison.line
+    assert "other operands" in comparison.likely
     foreign = comparison.reads.loc[comparison.reads["says"] == "foreign", "module"]
     assert {*foreign} == {f"layers.{i}.mlp.experts" for i in range(4)}
     # next to a copy of itself the values agree, but the parameters are not its own
-    copied = compare_traces(
-        single.reference, single.traced("positional_registry", beside=small.copy_of(single.draft))
-    )
-    assert copied.verdict == "SOUND" and "target:model.layers.0.mlp.experts" in copied.line
-    assert not compare_traces(single.reference, single.traced(at_use=False)).coverage["parameters"]
+    copied = single.compared("positional_registry", beside=small.copy_of(single.draft))
+    assert copied.verdict == "SOUND" and f"target:model.{EXPERTS}" in copied.line
+    assert not single.compared(at_use=False).coverage["parameters"]
 
 
 def test_runs_are_compared_up_to_the_first_different_token(single):
-    other = [*TEXT[:6], *np.random.default_rng(1).integers(0, 256, 12).tolist()]
-
-    def compared(*faults, text=other):
-        return compare_traces(
-            single.reference, single.traced(*faults, script=Script.blocks(text, width=4))
-        )
-
-    comparison = compared()
-    assert (
-        comparison.verdict == "INCONCLUSIVE"
-        and comparison.coverage["tokens"] == 6 == comparison.fork.position
-    )
+    other = [*TEXT[:6], *TEXT[11::-1]]
+    script = Script.blocks(other, width=4)
+    sound = single.compared(script=script)
+    assert sound.verdict == "INCONCLUSIVE" and sound.coverage["tokens"] == 6 == sound.fork.position
     # a faulty draft chooses other tokens; the positions before them show why
-    faulty = compared("expert_scale")
-    assert (
-        faulty.verdict == "DIVERGENT"
-        and faulty.first.module == EXPERTS
-        and faulty.first.last_token == 5
-    )
-    assert "not fed the same tokens" in faulty.line
-    nothing = compared(text=other[6:])
+    faulty = single.compared("expert_scale", script=script)
+    assert faulty.verdict == "DIVERGENT" and "not fed the same tokens" in faulty.line
+    assert (faulty.first.module, faulty.first.last_token) == (EXPERTS, 5)
+    nothing = single.compared(script=Script.blocks(other[6:], width=4))
     assert nothing.verdict == "INCONCLUSIVE" and nothing.coverage["tokens"] == 0
 
 
 def test_the_token_fed_last_at_a_position_counts(single):
     """Rolled-back tokens do not matter, even if nothing was fed in their place."""
-    feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3), Feed(tuple(TEXT[10:])))
-    prefill = single.traced(script=PREFILL)
-    again = single.traced(script=Script(feeds))
-    assert compare_traces(prefill, again).verdict == "PRECISION_ONLY"
-    short = Script((*feeds[:2], Feed((TEXT[10],))))  # only the position of token 1 is fed again
-    comparison = compare_traces(prefill, single.traced(script=short))
-    assert comparison.fork is None and comparison.coverage["tokens"] == 11
+    feeds = (Feed(tuple(TEXT[:10])), Feed((1, 2, 3), 3))
+    # then only the position of token 1 is fed again
+    short = single.traced(script=Script((*feeds, Feed((TEXT[10],)))))
+    comparison = compare_traces(single.traced(script=PREFILL), short)
+    assert comparison.verdict == "PRECISION_ONLY" and comparison.fork is None
+    assert comparison.coverage["tokens"] == 11
 
 
 # --- NaN and infinity -----------------------------------------------------------------------------
 
 
-NAN = math.nan
-AT_7 = np.s_[:, 7, 3]
-
-
 @pytest.mark.parametrize(
     ("value", "other", "where"),
-    [(0.0, NAN, np.s_[:, 7]), (NAN, 0.0, AT_7), (math.inf, NAN, AT_7)],
+    [
+        (0.0, math.nan, np.s_[:, 7]),
+        (math.nan, 0.0, np.s_[:, 7, 3]),
+        (math.inf, math.nan, np.s_[:, 7, 3]),
+    ],
 )
 def test_nan_is_found_where_the_other_run_has_another_value(single, value, other, where):
     def traced(value):
@@ -308,30 +253,23 @@ def test_nan_is_found_where_the_other_run_has_another_value(single, value, other
             out[where] = value
             return out
 
-        with hooked((single.draft.lm_head, put)):
-            return single.traced(script=PREFILL)
+        return single.traced(patched("lm_head", put), script=PREFILL)
 
     comparison = compare_traces(traced(value), traced(other))
     first = comparison.first
-    assert (
-        comparison.verdict == "DIVERGENT"
-        and first.module == "lm_head"
-        and "NaN" in comparison.likely
-    )
+    assert (first.module, first.first_token, first.n_tokens) == ("lm_head", 7, 1)
+    assert comparison.verdict == "DIVERGENT" and "NaN" in comparison.likely
     assert json.loads(json.dumps(comparison.document(), allow_nan=False))["first"]["error"] is None
-    assert (first.first_token, first.n_tokens) == (7, 1)
     assert compare_traces(traced(value), traced(value)).verdict == "SOUND"
 
 
 def test_tokens_before_the_first_nan_are_not_blamed(single):
     """In a prefill, attention multiplies NaN by a weight of 0, so earlier tokens get NaN, too."""
+    norm = "layers.1.input_layernorm"
+    service = patched(f"model.{norm}", lambda out: out.index_fill(1, torch.tensor([7]), math.nan))
     sound = single.traced(script=PREFILL)
-    norm = single.draft.model.layers[1].input_layernorm
-    with hooked((norm, lambda out: out.index_fill(1, torch.tensor([7]), math.nan))):
-        comparison = compare_traces(sound, single.traced(script=PREFILL))
-    assert [(node.module, node.first_token) for node in comparison.minimal] == [
-        ("layers.1.input_layernorm", 7)
-    ]
+    minimal = compare_traces(sound, single.traced(service, script=PREFILL)).minimal
+    assert [(node.module, node.first_token) for node in minimal] == [(norm, 7)]
 
 
 # --- coverage -------------------------------------------------------------------------------------
@@ -342,18 +280,12 @@ def test_tensors_that_were_not_compared_are_listed(single):
         return dataclasses.replace(trace, tensors=trace.tensors[trace.tensors["module"] != module])
 
     whole = single.traced()
-    comparison = compare_traces(single.reference, without(whole, "layers.2.mlp.experts"))
-    coverage = comparison.coverage
-    assert (
-        "layers.2.mlp.experts:out:out" in coverage["only_reference"]
-        and not coverage["only_candidate"]
-    )
+    coverage = compare_traces(single.reference, without(whole, EXPERTS)).coverage
+    assert f"{EXPERTS}:out:out" in coverage["only_reference"] and not coverage["only_candidate"]
     assert coverage["compared"] == coverage["modules"] - 1
     head = copy.deepcopy(single.draft)
     head.lm_head = torch.nn.Linear(64, 200, bias=False)
-    comparison = compare_traces(single.reference, single.traced(model=head))
-    assert (
-        "lm_head:out:out" in comparison.coverage["reshaped"]
-        and comparison.verdict == "INCONCLUSIVE"
-    )
+    comparison = single.compared(model=head)
+    assert comparison.verdict == "INCONCLUSIVE"
+    assert "lm_head:out:out" in comparison.coverage["reshaped"]
     assert compare_traces(single.reference, without(whole, "")).verdict == "INCONCLUSIVE"

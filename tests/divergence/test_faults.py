@@ -5,12 +5,11 @@ import torch
 
 from specnb.divergence import pair as small
 from specnb.divergence.investigate import judge_service
-from specnb.divergence.script import feed_script as feed
+from specnb.divergence.script import feed_script
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.faults import FAULTS
+from tests.benchmarks.divergence_score.grid import within
 from tests.tiny_models import torch_model
-
-IDS = torch.randint(0, 256, (1, 18), generator=torch.Generator().manual_seed(0))
 
 FOUND = {
     "positional_registry": ("layers.0.mlp.experts", 0, "IDENTITY", "S0 S2"),
@@ -43,54 +42,45 @@ def test_the_lab_names_module_and_cause(divergence_lab, name):
     first = found.first
     assert (first and first.module, first and first.first_token) == (module, token), found.line
     if module is not None:
-        assert found.causes[0].name == cause and found.bad.setup.id == setups.split()[-1], (
-            found.line
-        )
+        assert found.causes[0].name == cause and found.bad.setup.id == setups[-2:], found.line
     else:
         says = "offset by one number" if name == "uniform_offset" else "another order"
         assert found.verdict == cause and says in found.reason and found.exit_code == 0, found.line
+
+
+def state_of(model):
+    """Return the addresses and values of tensors, and the modules that are hooked or replaced."""
+    tensors = {
+        name: (value.data_ptr(), value.numpy().tobytes())
+        for name, value in model.state_dict().items()
+    }
+    changed = [
+        path
+        for path, module in model.named_modules()
+        if "forward" in vars(module) or module._forward_pre_hooks or module._forward_hooks
+    ]
+    return tensors, changed
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_matches_its_description_and_is_removed_after_an_exception(divergence_lab, name):
     """If a fault did not declare that it waits, one that never acted would count as a case."""
     lab = divergence_lab
-    neighbour = small.copy_of(divergence_lab.target)
-    before = [
-        {key: value.clone() for key, value in model.state_dict().items()}
-        for model in (lab.draft, neighbour)
-    ]
-    addresses = [parameter.data_ptr() for parameter in lab.draft.parameters()]
-    with pytest.raises(KeyError), FAULTS[name](lab.draft, neighbour) as fault:
-        feed(
-            lab.draft,
-            lab.script,
-            before=lambda feed: neighbour(torch.tensor([lab.script.text]), use_cache=False),
-        )
+    first, token, cause, _ = FOUND[name]
+    models = lab.draft, small.copy_of(lab.target)
+    before = [*map(state_of, models)]
+    with pytest.raises(KeyError), FAULTS[name](*models) as fault:
+        text = torch.tensor([lab.script.text])
+        feed_script(lab.draft, lab.script, before=lambda _: models[1](text, use_cache=False))
         raise KeyError
-    assert (fault.first, fault.cause) == FOUND[name][:3:2] and bool(fault.struck) == FAULTS[
-        name
-    ].waits
-    if FOUND[name][1] is not None:
-        assert any(
-            start <= FOUND[name][1] and (end is None or FOUND[name][1] < end)
-            for start, end in fault.tokens
-        )
-    for model, saved in zip((lab.draft, neighbour), before, strict=True):
-        after = model.state_dict()
-        assert list(after) == list(saved) and all(
-            torch.equal(after[key], saved[key]) for key in saved
-        )
-        assert not any("forward" in vars(module) for module in model.modules())
-        assert not any(
-            module._forward_pre_hooks or module._forward_hooks for module in model.modules()
-        )
-    assert [parameter.data_ptr() for parameter in lab.draft.parameters()] == addresses
+    assert (fault.first, fault.cause) == (first, cause)
+    assert bool(fault.struck) == FAULTS[name].waits and (token is None or within(fault, token))
+    assert [*map(state_of, models)] == before
 
 
 def test_faults_work_in_other_architectures_that_have_the_part():
     dense = torch_model("llama").eval()
-    ids = IDS % 64
+    ids = torch.arange(18)[None]
     with torch.no_grad():
         clean = dense(ids).logits
         for name in ("kv_slot_swap", "rope_mismatch", "random_head", "dummy_tokens"):

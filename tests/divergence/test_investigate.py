@@ -4,18 +4,19 @@ import copy
 import json
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from specnb.divergence.causes import Cause, Sign
-from specnb.divergence.faults.planting import replace_forward, replaced
+from specnb.divergence.faults.planting import replaced
 from specnb.divergence.investigate import investigate, judge_service, text
 from specnb.divergence.setups import FIRST, ON_DEMAND, Coverage, Lab
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.faults import FAULTS
-from tests.divergence.lab import TOKENS
+from tests.divergence.lab import TOKENS, patched
+from tests.tiny_models import torch_model
 
 BANK = "layers.0.mlp.experts"
 
@@ -63,23 +64,15 @@ def test_foreign_weights_are_reported_even_if_their_values_are_right(lab):
 # --- drafts that are not sound --------------------------------------------------------------------
 
 
-def patched(path, change):
-    """Return a service in which `change` modifies the output of a module's forward."""
-    changed = lambda original, *args, **kwargs: change(original(*args, **kwargs))  # noqa: E731
-    return lambda draft, neighbour: replace_forward(draft.get_submodule(path), changed)
-
-
 def test_a_draft_that_hooks_change_or_that_is_random_is_inconclusive(lab):
     """If a service computes something else under hooks, the lab would judge the wrong run."""
 
-    watched = patched(
-        "lm_head", lambda logits: logits + (0.0 if lab.draft.lm_head._forward_hooks else 1.0)
-    )
+    watched = patched("lm_head", lambda out: out + (not lab.draft.lm_head._forward_hooks))
     found = judge_service(lab, deploy=watched, setups=["S0"])
     assert not found.inert and found.verdict == "INCONCLUSIVE" and "hooks" in found.reason
     noise = torch.Generator().manual_seed(0)
     shaken = patched(
-        "lm_head", lambda logits: logits * (1 + 1e-7 * torch.randn(logits.shape, generator=noise))
+        "lm_head", lambda out: out * (1 + 1e-7 * torch.randn(out.shape, generator=noise))
     )
     found = judge_service(lab, deploy=shaken, setups=["S0"])
     assert not found.repeats and found.verdict == "INCONCLUSIVE" and "run to run" in found.reason
@@ -114,36 +107,21 @@ def scaled(out):
 
 
 @pytest.mark.parametrize(
-    ("path", "change", "cause"),
-    [("model.layers.1.mlp.router", other_order, "ROUTING"), ("", scaled, "COMPUTATION")],
-    ids=[
-        "the same experts with one another's weights",
-        "what the outermost model does to its logits",
+    ("path", "change", "place", "cause"),
+    [
+        ("model.layers.1.mlp.router", other_order, "layers.1.mlp.router", "ROUTING"),
+        ("", scaled, "the model itself", "COMPUTATION"),
     ],
 )
-def test_a_changed_output_is_attributed_to_its_module(lab, path, change, cause):
+def test_a_changed_output_is_attributed_to_its_module(lab, path, change, place, cause):
     found = judge_service(lab, deploy=patched(path, change), setups=["S0"])
-    assert found.first.module == path.removeprefix("model.") and found.causes[0].name == cause
-    assert path or "first at the model itself" in found.line
+    assert f"first at {place}, " in found.line and found.causes[0].name == cause
 
 
 def test_an_incomparable_module_is_judged_as_part_of_its_container():
     """In this mixture of experts, the activation is a module that gets one expert's tokens."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    draft = MixtralForCausalLM(config).eval()
+    draft = torch_model("mixtral", num_local_experts=4).eval()
     act = "layers.1.mlp.experts.act_fn"
-    with torch.no_grad():
-        for weight in (weight for weight in draft.parameters() if weight.ndim > 1):
-            weight.normal_(0, 0.2)
     sound = investigate(draft, setups=["S0", "S0w"])
     assert sound.verdict == "SOUND" and act in sound.coverage.with_holder
     found = investigate(
@@ -153,13 +131,9 @@ def test_an_incomparable_module_is_judged_as_part_of_its_container():
 
 
 def test_a_draft_without_a_cache_to_crop_is_refused_with_a_remedy():
-    draft = MambaForCausalLM(
-        MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, state_size=4)
-    ).eval()
-    with pytest.raises(
-        InputError, match=r"MambaForCausalLM gives no `past_key_values`.*divergence capture"
-    ):
-        investigate(draft)
+    why = "MambaForCausalLM gives no `past_key_values`.*divergence capture"
+    with pytest.raises(InputError, match=why):
+        investigate(torch_model("mamba").eval())
 
 
 # --- setups --------------------------------------------------------------------------------------
@@ -185,42 +159,34 @@ def test_another_expert_is_rounding_at_a_tie_and_a_fault_otherwise(lab):
         router.weight[1], router.bias[1] = router.weight[0], router.bias[0]
     under = Lab(draft, script=lab.script)
 
-    def exchanged(first, second):
-        def run(original, states):
-            logits, scores, chosen = original(states)
-            other = torch.where(
-                chosen == first, second, torch.where(chosen == second, first, chosen)
-            )
-            return logits, scores, other
+    def exchanged(*experts):
+        order = torch.arange(len(router.weight))
+        order[[*experts]] = order[[*experts]].flip(0)
+        return patched("model.layers.0.mlp.router", lambda out: (*out[:2], order[out[2]]))
 
-        return replace_forward(router, run)
-
-    assert under.run("S0", lambda draft, neighbour: exchanged(0, 1)).clean
-    wrong = under.run("S0", lambda draft, neighbour: exchanged(0, 2)).wrong
+    assert under.run("S0", exchanged(0, 1)).clean
+    wrong = under.run("S0", exchanged(0, 2)).wrong
     assert wrong["module"].iloc[0] == "layers.0.mlp.router"
 
 
-def last_logits(draft, neighbour):
-    """Compute logits only for the last token of each feed, as engines do."""
-    original = draft.forward
-    return replaced(
-        draft, "forward", lambda *args, **kwargs: original(*args, **kwargs, logits_to_keep=1)
-    )
+def last_logits(change):
+    """Return a service that computes logits only for the last token of each feed, as engines do."""
 
+    @contextmanager
+    def serve(draft, neighbour):
+        forward = partial(draft.forward, logits_to_keep=1)
+        with patched("lm_head", change)(draft, neighbour), replaced(draft, "forward", forward):
+            yield
 
-@contextmanager
-def last_logits_of_another_head(draft, neighbour):
-    larger = draft.lm_head.register_forward_hook(lambda module, args, logits: 1.05 * logits)
-    with last_logits(draft, neighbour), larger:
-        yield
+    return serve
 
 
 def test_logits_of_only_the_last_tokens_are_compared(lab):
-    sound, wrong = (
-        lab.run("S0", service) for service in (last_logits, last_logits_of_another_head)
+    sound, scaled = (
+        lab.run("S0", last_logits(lambda logits, by=by: by * logits)) for by in (1, 1.05)
     )
     assert sound.clean and Coverage.of(sound, lab.draft).complete
-    assert {*wrong.wrong["module"]} == {"lm_head"}
+    assert {*scaled.wrong["module"]} == {"lm_head"}
 
 
 # --- the report -----------------------------------------------------------------------------------

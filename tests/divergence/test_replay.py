@@ -23,41 +23,33 @@ def test_a_script_ends_with_its_text_despite_rollbacks():
     assert SCRIPT.text == tuple(TEXT) == Script.blocks(TEXT, width=4).text and any(
         feed.forget for feed in SCRIPT.feeds
     )
-    for feeds in (
-        (),
-        (Feed(()),),
-        (Feed((1,), 1),),
-        (Feed((1, 2)), Feed((3,), 4)),
-        (Feed((1,), -1),),
-    ):
+    for feeds in ([], [((),)], [((1,), 1)], [((1, 2),), ((3,), 4)], [((1,), -1)]):
         with pytest.raises(InputError):
-            Script(feeds)
+            Script([Feed(*feed) for feed in feeds])
 
 
 def test_missing_values_of_a_run_are_omitted_or_taken_from_the_copy(divergence_lab):
     lab = divergence_lab
+    script = lab.script
     with capture(lab.draft) as builder:
-        feed_script(lab.draft, lab.script)
+        feed_script(lab.draft, script)
     trace = builder.trace()
     with pytest.raises(InputError, match="not those of the script"):
         BLOCKS.align(trace)
-    last = lab.script.align(trace).last_step
-    script = lab.script
-    for position, (number, token) in enumerate(zip(last, script.text, strict=True)):
+    aligned = script.align(trace)
+    for position, (number, token) in enumerate(zip(aligned.last_step, script.text, strict=True)):
         assert script.feeds[number].ids[position - script.starts[number]] == token
-    skipped = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
-    aligned = lab.script.align(replace(trace, tensors=trace.tensors[~skipped]))
-    assert {key.module for key in aligned.rows.keys() - aligned.whole.keys()} >= {"lm_head"}
-    assert not any(len(whole.gaps) for whole in aligned.whole.values())
-    aligned = lab.script.align(trace)
+    lacking = (trace.tensors["module"] == "lm_head") & (trace.tensors["step"] == 0)
+    partly = script.align(replace(trace, tensors=trace.tensors[~lacking]))
+    assert "lm_head" in {key.module for key in partly.rows.keys() - partly.whole.keys()}
+    assert not any(len(whole.gaps) for whole in partly.whole.values())
     key = Key("layers.0.mlp.experts", 0, "out", "out")
     aligned.whole[key].values[3:5] = 0
     aligned.whole[key] = aligned.whole[key]._replace(gaps=np.array([3, 4]))
     errors = local_errors(lab.reference, aligned)
     assert locate(judge_errors(errors, lab.floor, aligned.last_step)).empty
-    assert {3, 4}.isdisjoint(
-        errors.loc[errors["module"] == key.module, "position"][errors["role"] == "out"]
-    )
+    of_key = errors[(errors["module"] == key.module) & (errors["role"] == "out")]
+    assert {3, 4}.isdisjoint(of_key["position"])
 
 
 class InPlace(nn.Module):

@@ -1,67 +1,43 @@
 """Services with faults that the package does not plant, and sound but unusual ones."""
 
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from specnb.divergence.causes import gather
 from specnb.divergence.faults.planting import change_values, replace_forward, replaced
 from specnb.divergence.investigate import investigate, text
 from specnb.errors import InputError
 from tests.benchmarks.divergence_score.controls import swapped
+from tests.benchmarks.divergence_score.faults import FAULTS
+from tests.divergence.lab import patched
+from tests.tiny_models import torch_model
 
-SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-DEEPSEEK = {
-    "q_lora_rank": 8,
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-}
-LLAMA4 = {
-    "head_dim": 8,
-    "num_local_experts": 2,
-    "num_experts_per_tok": 1,
-    "attention_chunk_size": 8,
-    "intermediate_size_mlp": 48,
-    "no_rope_layers": [1, 0],
-}
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-MAKERS = {
+KINDS = {
     "llama": {},
     "qwen2": {},
-    "qwen3": {"head_dim": 8},
+    "qwen3": {},
     "phi3": {},
     "gemma2": {"head_dim": 8, "sliding_window": 8},
-    "gemma3_text": {"head_dim": 8, "sliding_window": 8},
+    "gemma3_text": {},
     "gpt2": OLD,
     "gptj": OLD | {"rotary_dim": 8},
     "mixtral": {"num_local_experts": 4},
     "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "sliding_window": 8},
     "qwen3_moe": MOE | {"head_dim": 8},
-    "deepseek_v3": DEEPSEEK,
-    "llama4_text": LLAMA4,
+    "deepseek_v3": {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "llama4_text": {
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "attention_chunk_size": 8,
+        "intermediate_size_mlp": 48,
+        "no_rope_layers": [1, 0],
+    },
 }
 """Small drafts that differ in norms, windows, experts and position encodings."""
 DOWN = "layers.1.mlp.down_proj"
@@ -69,20 +45,11 @@ slow = pytest.mark.slow
 
 
 def made(kind, seed=0, **options):
-    model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(kind, **SMALL | MAKERS[kind] | options)
-    ).eval()
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.copy_(
-                torch.randn(weight.shape, generator=draw) * (0.2 if weight.ndim > 1 else 1)
-            )
-    return model
+    return torch_model(kind, seed=seed, **KINDS[kind] | options).eval()
 
 
-def tied(seed=3):  # another seed than that of a newly drawn head, or both would be equal
-    return made("llama", seed=seed, tie_word_embeddings=True)
+def tied():  # another seed than that of a newly drawn head, or both would be equal
+    return made("llama", seed=3, tie_word_embeddings=True)
 
 
 def down(model):
@@ -95,19 +62,6 @@ def down(model):
 def of_neighbour(service):
     """Return a service that acts only next to a neighbor."""
     return lambda draft, neighbour: ExitStack() if neighbour is None else service(draft, neighbour)
-
-
-def untied(weight):
-    """Return a service that gives the head its own parameter, as by loading it twice."""
-    return lambda draft, _: swapped(draft.lm_head, "weight", nn.Parameter(weight(draft)))
-
-
-def head_of(model):
-    return model.lm_head.weight.detach().clone()
-
-
-def biased(draft, neighbour):
-    return replace_forward(draft.lm_head, lambda run, *args: run(*args) + torch.arange(64) % 3)
 
 
 @contextmanager
@@ -129,68 +83,53 @@ def counts_on_after_a_rejection(draft, neighbour):
         yield
 
 
-class Wrong(NamedTuple):
-    """A draft, a service, the set-ups to run, and the module and cause that must be named."""
-
-    draft: object
-    service: object
-    setups: str
-    module: str
-    cause: str
-    target: object = lambda: made("qwen2", seed=5)
-
-
-WRONG = {
-    "values copied": Wrong(
+WRONG = {  # a draft, a service, the set-ups to run, and the module and cause to be named
+    "values copied": (
         lambda: made("qwen2"),
         of_neighbour(lambda d, n: change_values({down(d).weight: down(n).weight})),
         "S0 S1 S2",
         DOWN,
         "IDENTITY",
     ),
-    "tied head drawn": Wrong(
+    "tied head drawn": (tied, FAULTS["random_head"], "S0", "lm_head", "HEAD"),
+    "head biased": (
         tied,
-        untied(lambda d: 0.02 * torch.randn(64, 32, generator=torch.Generator())),
+        patched("lm_head", lambda x: x + torch.arange(64) % 3),
         "S0",
         "lm_head",
-        "HEAD",
+        "COMPUTATION",
     ),
-    "tied head of a neighbour": Wrong(
-        tied,
-        of_neighbour(lambda d, n: untied(lambda _: head_of(n))(d, n)),
-        "S0 S2 S3",
-        "lm_head",
-        "IDENTITY",
-        lambda: tied(5),
-    ),
-    "head biased": Wrong(tied, biased, "S0", "lm_head", "COMPUTATION"),
-    "one expert of two": Wrong(
+    "one expert of two": (
         lambda: made("gpt_oss", num_experts_per_tok=2),
         lambda d, _: swapped(d.model.layers[1].mlp.router, "top_k", 1),
         "S0",
         "layers.1.mlp.router",
         "ROUTING",
     ),
-    "other frequencies": Wrong(
+    "other frequencies": (
         lambda: made("qwen2"),
         lambda d, _: change_values({d.model.rotary_emb.inv_freq: d.model.rotary_emb.inv_freq**0.5}),
         "S0",
         "rotary_emb",
         "POSITION",
     ),
-    "longer angles": Wrong(
+    "longer angles": (
         lambda: made("qwen2"),
         lambda d, _: replaced(d.model.rotary_emb, "attention_scaling", 1.1),
         "S0",
         "rotary_emb",
         "COMPUTATION",
     ),
-    "positions counted on": Wrong(
-        lambda: made("qwen2"), counts_on_after_a_rejection, "S0 S0w", "model", "POSITION"
+    "positions counted on": (
+        lambda: made("qwen2"),
+        counts_on_after_a_rejection,
+        "S0 S0w",
+        "model",
+        "POSITION",
     ),
-    "complex angles turned back": Wrong(
+    "complex angles turned back": (
         lambda: made("llama4_text"),
-        lambda d, _: replace_forward(d.model.rotary_emb, lambda run, *args: run(*args).conj()),
+        patched("model.rotary_emb", torch.conj),
         "S0",
         "rotary_emb",
         "POSITION",
@@ -209,12 +148,11 @@ QUICK = (
     "name", [name if name in QUICK else pytest.param(name, marks=slow) for name in WRONG]
 )
 def test_the_wrong_module_is_named_with_its_cause(name):
-    wrong = WRONG[name]
-    beside = wrong.target() if "S3" in wrong.setups else None
-    found = investigate(wrong.draft(), beside, deploy=wrong.service, setups=wrong.setups.split())
-    assert found.first.module == wrong.module and found.causes[0].name == wrong.cause, found.line
+    draft, service, setups, module, cause = WRONG[name]
+    found = investigate(draft(), deploy=service, setups=setups.split())
+    assert found.first.module == module and found.causes[0].name == cause, found.line
     foreign = gather(found.lab, found.outcomes)["foreign read"]
-    assert found.cause_known and (wrong.cause == "IDENTITY") == bool(foreign), found.line
+    assert found.cause_known and (cause == "IDENTITY") == bool(foreign), found.line
 
 
 @slow
@@ -247,7 +185,7 @@ def two_rows(draft, neighbour):
 
 @slow
 def test_the_cause_is_unknown_if_no_inner_module_was_compared():
-    draft = made("qwen2")
+    draft = made("qwen2", seed=1)
     mlp = draft.model.layers[1].mlp
 
     @contextmanager
@@ -299,8 +237,8 @@ def test_a_service_in_lower_precision_is_inconclusive_with_a_remedy(kind, half):
 def test_a_draft_loaded_in_half_precision_is_judged():
     draft = made("gpt_oss").bfloat16()
     assert investigate(draft, setups=["S0"]).verdict == "SOUND"
-    broken = replace_forward(draft.model.norm, lambda run, *args: 1.5 * run(*args).flip(-1))
-    found = investigate(draft, deploy=lambda draft, neighbour: broken, setups=["S0"])
+    broken = patched("model.norm", lambda states: 1.5 * states.flip(-1))
+    found = investigate(draft, deploy=broken, setups=["S0"])
     assert found.verdict == "DIVERGENT" and found.first.module == "norm", found.line
 
 
@@ -310,24 +248,15 @@ def test_permuted_neurons_are_reported_as_harmless():
     draft = made("llama")
     mlp = draft.model.layers[1].mlp
 
-    def rolled(*places):
-        return lambda draft, _: change_values(
-            {one.weight: one.weight.data.roll(1, axis) for one, axis in places}
-        )
+    weights = ((mlp.gate_proj.weight, 0), (mlp.up_proj.weight, 0), (mlp.down_proj.weight, 1))
 
-    found = investigate(
-        draft,
-        deploy=rolled((mlp.gate_proj, 0), (mlp.up_proj, 0), (mlp.down_proj, 1)),
-        setups=["S0"],
-    )
+    def investigated(draft, values):
+        return investigate(draft, deploy=lambda *_: change_values(values), setups=["S0"])
+
+    found = investigated(draft, {weight: weight.data.roll(1, axis) for weight, axis in weights})
     assert found.verdict == "DIVERGENT" and found.causes[0].name == "WEIGHTS" and found.reason
-    scaled = lambda draft, _: change_values(  # noqa: E731
-        {down(draft).weight: 1.3 * down(draft).weight}
-    )
-    in_half = investigate(draft.bfloat16(), deploy=scaled, setups=["S0"])
-    assert in_half.verdict == "DIVERGENT" and not in_half.reason, (
-        "a third is no rounding of bfloat16"
-    )
+    in_half = investigated(draft.bfloat16(), {down(draft).weight: 1.3 * down(draft).weight})
+    assert in_half.verdict == "DIVERGENT" and not in_half.reason, "a third is no rounding"
 
 
 @slow
@@ -339,13 +268,12 @@ def test_parameters_shared_from_the_start_count_as_the_drafts():
     assert found.verdict == "SOUND" and found.coverage.complete, found.line
 
 
-def logits_as(draft, change):
-    def run(original, *args, **kwargs):
-        out = original(*args, **kwargs)
+def logits_as(change):
+    def changed(out):
         out.logits = change(out.logits)
         return out
 
-    return replace_forward(draft, run)
+    return patched("", changed)
 
 
 def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
@@ -353,9 +281,7 @@ def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
     noise = torch.randn(64, generator=torch.Generator().manual_seed(0))
 
     def verdict(change):
-        return investigate(
-            draft, deploy=lambda draft, _: logits_as(draft, change), setups=["S0"]
-        ).verdict
+        return investigate(draft, deploy=logits_as(change), setups=["S0"]).verdict
 
     assert verdict(torch.Tensor.bfloat16) == verdict(lambda x: x.half().float()) == "INCONCLUSIVE"
     assert verdict(lambda x: x * (1 + 1e-3 * noise)) == "DIVERGENT"  # as small, but not rounding
@@ -374,7 +300,7 @@ def test_rounded_logits_are_inconclusive_and_wrong_ones_divergent():
 )
 def test_logits_of_another_shape_are_refused(change, value):
     with pytest.raises(InputError, match=value):
-        investigate(made("qwen2"), deploy=lambda draft, _: logits_as(draft, change), setups=["S0"])
+        investigate(made("qwen2"), deploy=logits_as(change), setups=["S0"])
 
 
 def test_router_ties_and_rounding_do_not_count_as_unsteady(divergence_lab):
@@ -382,7 +308,7 @@ def test_router_ties_and_rounding_do_not_count_as_unsteady(divergence_lab):
 
 
 QUICK_SOUND = ("gpt_oss", torch.bfloat16)
-SOUND = [(kind, dtype) for kind in MAKERS for dtype in (torch.float32, torch.bfloat16)]
+SOUND = [(kind, dtype) for kind in KINDS for dtype in (torch.float32, torch.bfloat16)]
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from specnb.errors import InputError
 def example():
     row = dict.fromkeys(TENSOR_COLUMNS, 0)
     tensors = [
-        row | {"module": "layers.0", "role": "in", "shape": (2, 3), "digest": "a"},
-        row | {"module": "l\u00e4yers\u2028.0", "role": "out", "shape": (), "digest": "b"},
+        row | {"module": "layers.0", "shape": (2, 3)},
+        row | {"module": "l\u00e4yers\u2028.0", "shape": ()},
     ]
     arrays = {
         "a": np.ones((3, 2), np.float32),
@@ -41,10 +41,8 @@ def test_a_saved_trace_loads_unchanged(tmp_path):
     pd.testing.assert_frame_equal(read.params, trace.params, check_dtype=False)
     assert read.facts == trace.facts
     for key, value in trace.arrays.items():
-        assert (read.arrays[key].dtype, read.arrays[key].tolist()) == (value.dtype, value.tolist())
-    empty = ModuleTrace(
-        {}, pd.DataFrame(columns=TENSOR_COLUMNS), pd.DataFrame(columns=PARAM_COLUMNS), {}
-    )
+        np.testing.assert_array_equal(read.arrays[key], value, strict=True)
+    empty = ModuleTrace({}, trace.tensors[:0], trace.params[:0], {})
     assert ModuleTrace.load(empty.save(tmp_path / "empty")).tensors.empty
 
 
@@ -63,24 +61,18 @@ def test_missing_and_damaged_files_and_other_formats_are_refused(tmp_path, name,
         ModuleTrace.load(tmp_path / "trace")
 
 
-NAMES = {
-    "": "",
-    "model": "model",
-    "model.layers.0": "layers.0",
-    "draft_model.model.norm": "norm",
-    "lm_head": "lm_head",
-}
-
-
 @pytest.mark.parametrize(
     "names",
     [
-        NAMES,
-        *(
-            {p: p for p in twins}
-            for twins in (["model.norm", "norm"], ["model.norm", "model.model.norm"])
-        ),
+        {
+            "": "",
+            "model": "model",
+            "model.layers.0": "layers.0",
+            "draft_model.model.norm": "norm",
+            "lm_head": "lm_head",
+        },
+        {"model.norm": "model.norm", "norm": "norm"},
     ],
 )
 def test_module_names_lose_their_prefix_unless_they_would_collide(names):
-    assert canonical(list(names)) == names
+    assert canonical(names) == names

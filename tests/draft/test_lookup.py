@@ -1,6 +1,7 @@
 """Prompt lookup against a brute-force search, for texts that grow by any number of tokens."""
 
 import math
+from itertools import cycle, islice
 
 import pytest
 from hypothesis import given, settings
@@ -18,21 +19,12 @@ CHOOSER = Chooser(Sampling())
 def copies(text, sizes, k, factor):
     """Return what followed each earlier occurrence of the longest suffix, most recent first."""
     for n in sizes:
-        places = [
-            end
-            for end in range(len(text) - 1, n - 1, -1)
-            if text[end - n : end] == text[len(text) - n :]
-        ]
+        ends = range(len(text) - 1, n - 1, -1)
+        places = [end for end in ends if text[end - n : end] == text[len(text) - n :]]
         if places:
-            return [continued(text, end, max(1, int(min(k, factor * n)))) for end in places]
+            length = max(1, int(min(k, factor * n)))
+            return [tuple(islice(cycle(text[end:]), length)) for end in places]
     return [()]
-
-
-def continued(text, end, length):
-    grown = list(text)
-    for j in range(length):
-        grown.append(grown[end + j])
-    return tuple(grown[len(text) :])
 
 
 @pytest.mark.parametrize("bounded", [True, False], ids=["lookup", "suffix"])
@@ -62,15 +54,20 @@ def test_drafts_copy_after_the_longest_match_and_lookup_after_the_latest(
         assert ids == expected[0] if bounded else ids in expected
 
 
-def test_the_suffix_drafter_copies_after_the_last_of_equal_matches():
-    drafter = SuffixDrafter()
-    drafter.start([1, 2, 5, 1, 2, 6, 0, 1, 2])
-    assert drafter.propose([], 1, CHOOSER).ids == (6,)
+LOOSE = Vocabulary(pieces=(b"my", b"Name", b"_name", b" =", b"=", b"x", b"y"))
 
 
-def test_a_loose_match_ignores_case_whitespace_and_underscores():
-    vocab = Vocabulary(pieces=(b"my", b"Name", b"_name", b" =", b"=", b"x", b"y"))
-    for loose, ids in ((None, ()), (vocab, (4, 5))):
-        drafter = SuffixDrafter(loose=loose)
-        drafter.start([6, 1, 4, 5, 0, 2])
-        assert drafter.propose([], 2, CHOOSER).ids == ids
+@pytest.mark.parametrize(
+    ("text", "loose", "ids"),
+    [
+        ([1, 2, 5, 1, 2, 6, 0, 1, 2], None, (6, 0)),  # after the last of equal matches
+        ([6, 1, 4, 5, 0, 2], None, ()),
+        ([6, 1, 4, 5, 0, 2], LOOSE, (4, 5)),
+    ],
+)
+def test_the_latest_match_is_copied_and_a_loose_one_ignores_case_whitespace_and_underscores(
+    text, loose, ids
+):
+    drafter = SuffixDrafter(loose=loose)
+    drafter.start(text)
+    assert drafter.propose([], 2, CHOOSER).ids == ids

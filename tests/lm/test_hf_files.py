@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save
+from transformers import AutoModelForCausalLM
 
 from specnb.errors import InputError, LoadError, MemoryShortError
 from specnb.lm.hf.model import HfModel
@@ -23,38 +24,27 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_folder_computes_the_logits_of_transformers(folder):
-    from transformers import AutoModelForCausalLM
-
     model = HfModel.open(folder)
-    assert (model.name, model.caps.device, model.caps.dtype, model.caps.n_ctx) == (
-        str(folder),
-        "cpu",
-        "float32",
-        64,
-    )
+    net = AutoModelForCausalLM.from_pretrained(folder)
     with torch.inference_mode():
-        expected = (
-            AutoModelForCausalLM.from_pretrained(folder)(torch.tensor([[5, 6, 7]]))
-            .logits[0]
-            .numpy()
-        )
+        expected = net(torch.tensor([[5, 6, 7]])).logits[0].numpy()
     np.testing.assert_allclose(model.forward([5, 6, 7]), expected, atol=1e-5)
-    assert HfModel.open(folder, n_ctx=10, name="short").caps.n_ctx == 10
+    assert (model.name, model.caps.dtype, model.caps.n_ctx) == (str(folder), "float32", 64)
+    assert HfModel.open(folder, n_ctx=10).caps.n_ctx == 10
     assert model.vocab.decode([5]) == "<5>"  # a folder without a tokenizer
     with pytest.raises(InputError, match="pass token ids"):
         model.encode("a")
 
 
 def test_bad_options_and_missing_models_are_rejected_with_their_value(folder, tmp_path):
-    bad = (
+    for name, value in (
         ("dtype", "fp32"),
         ("device", "banana"),
         ("device", "cuda:7"),
         ("n_ctx", 65),
         ("n_ctx", -1),
         ("threads", -1),
-    )
-    for name, value in bad:
+    ):
         with pytest.raises(InputError, match=str(value)):
             load(folder, **{name: value})
     with pytest.raises(LoadError, match=r"config\.json"):
@@ -93,20 +83,15 @@ def test_a_broken_file_raises_one_readable_error(folder, file, content, problem)
 
 def test_a_config_with_extreme_numbers_or_code_is_rejected_and_no_code_runs(folder, monkeypatch):
     path = folder / "config.json"
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "evil.py").write_text(
-        "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
-    )
+    config = json.loads(path.read_text())
+    code = "from pathlib import Path\nPath(__file__).with_name('ran').touch()\n"
+    (folder / "evil.py").write_text(code)
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("somebody asked"))
-    evil = {
-        "model_type": "nope",
-        "auto_map": {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"},
-    }
-    wide = {"vocab_size": 10**12}
+    classes = {"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
     for values, error in (
         ({"hidden_size": -3}, LoadError),
-        (wide, MemoryShortError),
-        (evil, LoadError),
+        ({"vocab_size": 10**12}, MemoryShortError),
+        ({"model_type": "nope", "auto_map": classes}, LoadError),
     ):
         path.write_text(json.dumps(config | values))
         with pytest.raises(error, match=str(folder)):
@@ -114,34 +99,19 @@ def test_a_config_with_extreme_numbers_or_code_is_rejected_and_no_code_runs(fold
     assert not (folder / "ran").exists()
 
 
-def with_tokenizer(folder, change):
-    """Write a modified byte-level tokenizer into the folder."""
-    tokenizer = json.loads(byte_level([]).to_str())
-    change(tokenizer)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    config = json.loads((folder / "config.json").read_text()) | {
-        "tokenizer_class": "PreTrainedTokenizerFast"
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    return folder
-
-
-def split_by(regex):
-    return lambda tokenizer: tokenizer.update(
-        normalizer={"type": "Replace", "pattern": {"Regex": regex}, "content": "b"}
-    )
-
-
 def test_a_tokenizer_that_panics_raises_one_readable_error(tmp_path):
     """A panic of the tokenizers library (Rust) is not an Exception, or it aborts the process."""
     folder = torch_folder(tmp_path / "model", vocab_size=300)
-    model = HfModel.open(with_tokenizer(folder, split_by("(a+)+$")))
+    tokenizer = json.loads(byte_level([]).to_str())
+    endless = {"type": "Replace", "pattern": {"Regex": "(a+)+$"}, "content": "b"}
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer | {"normalizer": endless}))
+    model = HfModel.open(folder)
     assert model.encode("ab")
     with pytest.raises(InputError, match="aaaaa"):
         model.encode("a" * 60 + "c")
-    model.close()
-    with_tokenizer(folder, lambda tokenizer: tokenizer["model"]["vocab"].update(a=4 * 10**9))
+    tokenizer["model"]["vocab"]["a"] = 4 * 10**9
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(LoadError, match=f"{folder}.*4000000000"):
         HfModel.open(folder)
 

@@ -1,8 +1,7 @@
 """Hidden states before lm_head: available for the last pass, StateError for other positions."""
 
-from functools import cache
+from functools import cache, partial
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,9 +11,9 @@ from specnb.errors import EngineError, InputError, StateError
 from specnb.lm.hf.hidden import final_norm, pre_norm_states
 from specnb.lm.hf.model import HfModel
 from tests.laws.trees import random_tree
-from tests.tiny_models import VOCAB, torch_model
+from tests.lm.networks import IDS, network
+from tests.tiny_models import torch_model
 
-IDS = [int(i) for i in np.random.default_rng(3).integers(3, VOCAB, 60)]
 SLOW = [
     ("gemma3_text", "crop"),
     ("mamba", "snapshots"),
@@ -26,39 +25,25 @@ STRATEGIES = [
     ("llama", "crop", "transformers"),
     ("qwen3_5_text", "replay", "auto"),
     ("mamba", "recompute", "auto"),
+    *(pytest.param(*pair, "auto", marks=pytest.mark.slow) for pair in SLOW),
 ]
-STRATEGIES += [pytest.param(*pair, "auto", marks=pytest.mark.slow) for pair in SLOW]
 
 
-def network(kind: str, dtype: torch.dtype) -> torch.nn.Module:
-    net = torch_model(kind).to(dtype).eval()
-    with torch.no_grad():  # so that a repeated or missing norm has an effect
-        for parameter in net.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.linspace(-0.5, 0.5, len(parameter)).to(dtype))
-    return net
+@cache
+def opened(kind, strategy, decoder):
+    return HfModel(network(kind), None, name=kind, rollback=strategy, decoder=decoder)
 
 
-def opened(
-    kind: str = "llama",
-    strategy: str = "auto",
-    dtype: torch.dtype = torch.float32,
-    decoder: str = "transformers",
-) -> HfModel:
-    return HfModel(network(kind, dtype), None, name=kind, rollback=strategy, decoder=decoder)
-
-
-shared = cache(opened)
 reference = cache(network)
 
 
-def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
+def held(model, text):
     """Return the positions with states, after a comparison with transformers without a cache."""
     assert model.n_past == len(text)
     hidden = model.watch_hidden()
     found = []
     if text:
-        net = reference(model.name, model.network.dtype)
+        net = reference(model.name)
         with torch.inference_mode(), pre_norm_states(net) as before:
             out = net(input_ids=torch.tensor([text]), use_cache=False, output_hidden_states=True)
         expected = [before[0][0], out.hidden_states[-1][0], out.logits[0]]
@@ -72,7 +57,7 @@ def held(model: HfModel, text: list[int], close: float = 2e-3) -> list[int]:
         with torch.inference_mode():
             logits = model.network.get_output_embeddings()(final_norm(model.network)(pre[None]))[0]
         for got, rows in zip((pre, post, logits), expected, strict=True):
-            torch.testing.assert_close(got, rows[position], atol=close * float(rows.std()), rtol=0)
+            torch.testing.assert_close(got, rows[position], atol=2e-3 * float(rows.std()), rtol=0)
     return found
 
 
@@ -90,7 +75,7 @@ actions = st.lists(
 @given(actions=actions)
 def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, decoder, actions):
     """After a repeated pass, the states are those of that pass (for mamba, of its last token)."""
-    model = shared(kind, strategy, decoder=decoder)
+    model = opened(kind, strategy, decoder)
     text = []
     known = []
     model.reset()
@@ -124,7 +109,7 @@ def test_states_of_the_last_pass_are_available_and_no_others(kind, strategy, dec
 
 
 def test_the_hook_is_added_once_ignores_other_passes_and_is_removed():
-    model = opened()
+    model = HfModel(network("llama"), None, name="llama", decoder="transformers")
     norm = final_norm(model.network)
     hidden = model.watch_hidden()
     assert model.watch_hidden() is hidden and len(norm._forward_hooks) == 1
@@ -136,7 +121,7 @@ def test_the_hook_is_added_once_ignores_other_passes_and_is_removed():
     assert held(model, [*IDS[4:6], *IDS[4:6]]) == [2, 3]
     model.close()
     assert not norm._forward_hooks
-    for use in (lambda: hidden.at(3), model.watch_hidden, lambda: model.network):
+    for use in (partial(hidden.at, 3), model.watch_hidden):
         with pytest.raises(InputError, match="llama was closed"):
             use()
 

@@ -1,7 +1,6 @@
 """int4: blocks equal the weights of a file, products agree with a reference, errors are clear."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -12,9 +11,9 @@ import specnb
 from specnb.errors import InputError, LoadError
 from specnb.lm import files
 from specnb.lm.hf import int4
-from specnb.lm.hf.blocks import GROUP, Blocks, FileMatrix, Kind, RoundedMatrix, group_of, round_rows
+from specnb.lm.hf.blocks import FileMatrix, Kind, group_of
 from specnb.lm.hf.files import blocks_network
-from specnb.lm.hf.int4 import BlockEmbedding, BlockLinear, Int4Gate, Int4Product, dense_copy
+from specnb.lm.hf.int4 import BlockLinear, Int4Gate, Int4Product
 from tests.tiny_models import llama_gguf, mamba_gguf, torch_folder, torch_model
 
 SCALES = {
@@ -28,60 +27,37 @@ SCALES = {
 """Offsets of float16 values in a block, where random bytes may be NaN."""
 
 
-def random_matrix(kind: Kind, rows: int = 96, blocks: int = 2) -> FileMatrix:
+def random_matrix(kind, rows=96, blocks=2, most_bits=8):
     n_weights, n_bytes = gguf.GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(kind)
     data = rng.integers(0, 256, (rows, blocks, n_bytes), dtype=np.uint8)
     for start in SCALES[kind]:
-        scale = rng.uniform(0.001, 0.002, (rows, blocks)).astype(np.float16)
-        data[..., start : start + 2] = scale[..., None].view(np.uint8).reshape(rows, blocks, 2)
-    return FileMatrix(kind, data.reshape(rows, -1), (rows, blocks * n_weights))
+        scale = rng.uniform(0.001, 0.002, (rows, blocks, 1)).astype(np.float16)
+        data[..., start : start + 2] = scale.view(np.uint8)
+    return FileMatrix(kind, data.reshape(rows, -1), (rows, blocks * n_weights), None, most_bits)
 
 
-def dequantized(blocks: Blocks) -> torch.Tensor:
-    grouped = blocks.codes.unflatten(1, (blocks.scales.shape[1], -1)) * blocks.scales[..., None]
-    grouped += blocks.offsets[..., None]
-    return grouped.flatten(1)
+def random_rows(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
+@pytest.mark.parametrize("most_bits", [4, 8])
 @pytest.mark.parametrize("kind", SCALES, ids=lambda kind: kind.name)
-def test_blocks_equal_the_weights_of_the_file(kind):
-    """The reference is gguf's dequantization. Types other than Q4 are rounded to 255 steps."""
-    matrix = random_matrix(kind)
+def test_blocks_equal_the_weights_of_the_file(kind, most_bits):
+    """The reference is gguf's dequantization. Types other than Q4 are rounded to `most_bits`."""
+    matrix = random_matrix(kind, most_bits=most_bits)
     expected = torch.from_numpy(gguf.dequantize(matrix.data, kind))
-    assert matrix.bits == (4 if "Q4" in kind.name else 8)
-    got = dequantized(matrix.blocks(slice(None)))
     torch.testing.assert_close(matrix.weights(slice(None)), expected, rtol=1e-6, atol=1e-6)
-    if matrix.bits == 8:
-        group = group_of(expected.shape[1], 8)
-        least, most = expected.unflatten(1, (-1, group)).aminmax(dim=-1)
-        step = ((most - least) / 255).repeat_interleave(group, dim=1)
-        assert ((got - expected).abs() <= 0.51 * step).all()
-    else:
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
-    order = np.arange(len(expected))[::-1]
-    turned = FileMatrix(kind, matrix.data, matrix.shape, order)
-    assert torch.equal(turned.weights(slice(3, 9)), expected[order[3:9].copy()])
-
-
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q6_K, Kind.Q5_K], ids=lambda kind: kind.name)
-def test_a_coarse_matrix_has_four_bits(kind):
-    matrix = replace(random_matrix(kind), most_bits=4)
-    weights = matrix.weights(slice(None))
-    blocks = matrix.blocks(slice(None))
-    assert matrix.bits == 4 and blocks.codes.max() == 15
-    step = blocks.scales.repeat_interleave(GROUP, dim=1)
-    assert ((dequantized(blocks) - weights).abs() <= 0.501 * step + 1e-7).all()
-
-
-def test_rounding_preserves_extremes_and_constant_groups():
-    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    weight[0] = 0.25
-    for bits in (4, 8):
-        blocks = round_rows(weight, bits)
-        step = blocks.scales.repeat_interleave(group_of(64, bits), dim=1)
-        assert ((dequantized(blocks) - weight).abs() <= 0.501 * step + 1e-7).all()
-        assert blocks.codes.max() == 2**bits - 1
+    exact = "Q4" in kind.name
+    bits = 4 if exact else most_bits
+    codes, *blocks = matrix.blocks(slice(None))
+    group = group_of(expected.shape[1], bits)
+    scales, offsets = (numbers.repeat_interleave(group, dim=1) for numbers in blocks)
+    error = (codes * scales + offsets - expected).abs()
+    assert matrix.bits == bits and codes.max() == 2**bits - 1
+    assert (error <= (1e-6 if exact else 0.501 * scales + 1e-7)).all()
+    turned = replace(matrix, order=np.arange(96)[::-1])
+    assert torch.equal(turned.weights(slice(3, 9)), expected.flip(0)[3:9])
 
 
 @pytest.mark.parametrize(
@@ -93,11 +69,10 @@ def test_the_product_uses_the_weights_of_all_its_layers(kinds, monkeypatch):
         BlockLinear(random_matrix(kind, 96 + 16 * i), torch.ones(96 + 16 * i))
         for i, kind in enumerate(kinds)
     ]
-    x = torch.randn(5, layers[0].in_features, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = random_rows(5, layers[0].in_features)
     expected = torch.cat([x.double() @ layer.weight.double().T + 1 for layer in layers], 1)
     got = Int4Product(*layers)(x)
-    assert got.shape == expected.shape and got.dtype == torch.bfloat16
-    assert (got - expected).norm() < 0.01 * expected.norm()
+    assert got.dtype == torch.bfloat16 and (got - expected).norm() < 0.01 * expected.norm()
     with torch.inference_mode():
         assert torch.equal(layers[0](x[None])[0], Int4Product(layers[0])(x))
     layers[0](x.requires_grad_()).sum().backward()
@@ -107,7 +82,7 @@ def test_the_product_uses_the_weights_of_all_its_layers(kinds, monkeypatch):
 def test_the_gate_is_bit_identical_for_any_number_of_rows():
     layers = [BlockLinear(random_matrix(Kind.Q4_K, 1536, 1)) for _ in range(2)]
     gate = Int4Gate(*layers)
-    x = torch.randn(100, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = random_rows(100, 256)
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3):
@@ -115,12 +90,6 @@ def test_the_gate_is_bit_identical_for_any_number_of_rows():
             assert torch.equal(gate(x), torch.cat([gate(row[None]) for row in x]))
     finally:
         torch.set_num_threads(before)
-
-
-def test_an_embedding_reads_its_rows_from_the_file():
-    table = BlockEmbedding(random_matrix(Kind.Q6_K))
-    ids = torch.tensor([[3, 1, 3]])
-    assert torch.equal(table(ids), table.weight[ids])
 
 
 @pytest.fixture
@@ -131,98 +100,69 @@ def file(tmp_path):
 
 def test_a_file_opens_with_its_weights(file):
     """Rounding to 8 bits changes the logits only slightly."""
-    wide, model, coarse = (
-        specnb.load(f"{file}?backend=hf&dtype={kind}")
-        for kind in ("float32", "int4", "int4&coarse=true")
-    )
+    wide, model = (specnb.load(f"{file}?backend=hf&dtype={kind}") for kind in ("float32", "int4"))
     ids = [5, 9, 4, 30, 31, 17]
     expected = wide.forward(ids)
     got = model.forward(ids)
     assert model.caps.dtype == "int4" and vars(model.vocab) == vars(wide.vocab)
-    assert np.linalg.norm(got - expected) < 0.05 * np.linalg.norm(
-        expected - expected.mean(1, keepdims=True)
-    )
-    assert [each.network.model.layers[0].mlp.up_proj.matrix.bits for each in (model, coarse)] == [
-        8,
-        4,
-    ]
+    spread = np.linalg.norm(expected - expected.mean(1, keepdims=True))
+    assert np.linalg.norm(got - expected) < 0.05 * spread
 
 
-def test_a_missing_tensor_raises_an_error_with_its_name(file):
-    data = file.read_bytes()
-    file.write_bytes(data.replace(b"blk.1.ffn_gate.weight", b"blk.1.ffn_gote.weight"))
-    with pytest.raises(LoadError, match=r"blk\.1\.ffn_gate\.weight"):
-        specnb.load(f"{file}?backend=hf&dtype=int4")
-
-
-def test_int4_supports_only_some_families_and_only_the_cpu(file, tmp_path):
+def test_int4_supports_only_whole_files_of_some_families_and_only_the_cpu(file, tmp_path):
+    lacking = tmp_path / "lacking.gguf"
+    lacking.write_bytes(file.read_bytes().replace(b"blk.1.ffn_gate", b"blk.1.ffn_gote"))
     for name, value in (
+        (f"{lacking}?backend=hf&dtype=int4", r"blk\.1\.ffn_gate\.weight"),
         (f"{mamba_gguf(tmp_path / 'mamba.gguf')}?backend=hf&dtype=int4", "llama, qwen2, qwen3"),
         (f"{file}?backend=hf&dtype=int4&device=cuda", "cpu"),
         (f"{torch_folder(tmp_path / 'gpt2', 'gpt2')}?dtype=int4", "GPT2LMHeadModel"),
         (f"{file}?backend=hf&dtype=bfloat16&coarse=true", "dtype=int4, got dtype=bfloat16"),
     ):
-        with pytest.raises(InputError, match=value):
+        with pytest.raises((InputError, LoadError), match=value):
             specnb.load(name)
 
 
-def test_the_weights_of_a_folder_are_rounded(tmp_path):
+@pytest.mark.parametrize(("coarse", "head_bits"), [("true", 4), ("false", 8)])
+def test_the_weights_of_a_folder_or_file_are_rounded(coarse, head_bits, file, tmp_path):
     folder = torch_folder(tmp_path / "tiny", "qwen3", intermediate_size=64)
-    model = specnb.load(f"{folder}?dtype=int4")
-    kinds = {
-        type(layer.matrix) for layer in model.network.modules() if isinstance(layer, BlockLinear)
-    }
-    assert model.caps.dtype == "int4" and kinds == {RoundedMatrix}
-    assert model.network.lm_head.matrix.bits == 8
-    coarse = specnb.load(f"{folder}?dtype=int4&coarse=true")
-    assert coarse.network.lm_head.matrix.bits == 4
-
-
-def test_a_dense_copy_has_the_dequantized_weights_and_can_be_trained(file):
-    origin = specnb.load(f"{file}?backend=hf&dtype=int4").network.model.layers[0]
-    dense = dense_copy(origin)
-    assert type(dense.mlp.up_proj) is torch.nn.Linear and isinstance(
-        origin.mlp.up_proj, BlockLinear
+    net, of_file = (
+        specnb.load(f"{source}?backend=hf&dtype=int4&coarse={coarse}").network
+        for source in (folder, file)
     )
-    assert torch.equal(dense.mlp.up_proj.weight, origin.mlp.up_proj.weight)
-    dense.requires_grad_(True).mlp(torch.ones(1, 32, dtype=torch.bfloat16)).sum().backward()
-    assert dense.mlp.up_proj.weight.grad.abs().sum() > 0
-    assert (
-        not origin.mlp.up_proj.weight.requires_grad
-        and dense.input_layernorm is not origin.input_layernorm
-    )
+    assert net.model.layers[1].mlp.down_proj.matrix.bits == 4
+    assert net.lm_head.matrix.bits == of_file.model.layers[0].mlp.up_proj.matrix.bits == head_bits
 
 
 def test_a_four_bit_file_opens_in_int4_if_that_is_fastest(monkeypatch):
-    for fastest, types in ((True, {"int4"}), (False, {"float32", "bfloat16"})):
+    four_bits = ("smollm2-135m?backend=hf", "smollm2-135m?backend=hf&dtype=auto")
+    others = ("smollm2-135m:q8_0?backend=hf&dtype=auto", "m.F16.gguf?backend=hf&dtype=auto")
+    for fastest, types in ((False, {"float32", "bfloat16"}), (True, {"int4"})):
         monkeypatch.setattr(int4, "is_fastest", lambda wide, fastest=fastest: fastest)
-        for name in (
-            "smollm2-135m?backend=hf",
-            "smollm2-135m?backend=hf&dtype=auto",
-            "m-Q4_K_M.gguf?backend=hf",
-        ):
+        for name in (*four_bits, "m-Q4_K_M.gguf?backend=hf"):
             assert files.parse(name).options["dtype"] in types
-        for name in ("smollm2-135m:q8_0?backend=hf&dtype=auto", "m.F16.gguf?backend=hf&dtype=auto"):
-            assert files.parse(name).options["dtype"] in {"float32", "bfloat16"}
+    for name in others:
+        assert files.parse(name).options["dtype"] in {"float32", "bfloat16"}
     for name in ("hf:ORG/NAME", "m.F16.gguf?backend=hf", "smollm2-135m:q8_0?backend=hf"):
         assert "dtype" not in files.parse(name).options
 
 
 def test_whether_int4_is_fastest_is_cached_for_this_cpu(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path))
+    monkeypatch.setattr(int4, "PROBED", 1)
     int4.is_fastest("float32")
-    (file,) = Path(tmp_path, "int4").iterdir()
+    folder = tmp_path / "int4"
+    (file,) = folder.iterdir()
     file.write_bytes(file.read_bytes()[:2])  # a damaged file is replaced
     first = int4.is_fastest("float32")
     monkeypatch.setattr(int4, "Int4Product", None)
-    assert int4.is_fastest("float32") == first and [*Path(tmp_path, "int4").iterdir()] == [file]
+    assert int4.is_fastest("float32") == first and [*folder.iterdir()] == [file]
 
 
 def test_a_layer_that_the_kernel_does_not_support_keeps_its_bias(tmp_path):
     """The 8 outputs of k_proj are not a multiple of 16."""
-    net = torch_model("llama", num_key_value_heads=1, head_dim=8, attention_bias=True)
-    for layer in net.model.layers:
-        layer.self_attn.k_proj.bias.data.fill_(2.0)
+    net = torch_model(num_key_value_heads=1, head_dim=8, attention_bias=True)
+    net.model.layers[1].self_attn.k_proj.bias.data.fill_(2.0)
     file = tmp_path / "biased.gguf"
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     out = gguf.GGUFWriter(str(file), "llama")
@@ -233,6 +173,5 @@ def test_a_layer_that_the_kernel_does_not_support_keeps_its_bias(tmp_path):
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
     out.close()
-    for layer in blocks_network(file, net.config).model.layers:
-        assert type(layer.self_attn.k_proj) is torch.nn.Linear
-        assert layer.self_attn.k_proj.bias.tolist() == [2.0] * 8
+    got = blocks_network(file, net.config).model.layers[1].self_attn.k_proj
+    assert type(got) is torch.nn.Linear and got.bias.tolist() == [2.0] * 8

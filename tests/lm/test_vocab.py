@@ -6,8 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -19,25 +17,24 @@ from specnb.lm.vocab import Vocabulary, first_difference, require_same
 from tests import tiny_hybrids
 from tests.tiny_hybrids import END
 
-piece_lists = st.lists(st.binary(max_size=3), max_size=6).map(tuple)
+
+def config(vocab_size, **tokens):
+    return SimpleNamespace(**{"vocab_size": vocab_size, "eos_token_id": None} | tokens)
 
 
-def config(vocab_size: int, eos_token_id: int | None = None) -> SimpleNamespace:
-    return SimpleNamespace(vocab_size=vocab_size, eos_token_id=eos_token_id)
-
-
-@given(piece_lists, piece_lists)
-@example((b"ab", b"c"), (b"a", b"bc"))
-def test_the_first_difference_is_the_first_different_piece(a, b):
-    left = Vocabulary(a)
-    right = Vocabulary(b)
-    at = first_difference(left, right)
-    assert (at is None) == (a == b)
-    if at is not None:
-        assert a[:at] == b[:at] and a[at : at + 1] != b[at : at + 1]
+@pytest.mark.parametrize(
+    ("pieces", "at"),
+    [(b"a bc d", None), (b"ab c d", 0), (b"a bc", 2), (b"a bc e", 2), (b"a bc d e", 3)],
+)
+def test_the_first_difference_is_the_first_different_piece(pieces, at):
+    left = Vocabulary((b"a", b"bc", b"d"))
+    right = Vocabulary(tuple(pieces.split()), kind="spm", special=frozenset({0}))
+    assert first_difference(left, right) == at
+    if at is None:
+        require_same(left, right, ("target", "draft"))
+    else:
         with pytest.raises(VocabularyMismatch, match=f"id {at} "):
             require_same(left, right, ("target", "draft"))
-    require_same(left, Vocabulary(a, kind="spm", special=frozenset({0})), ("target", "draft"))
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +50,8 @@ def byte_level():
 @pytest.fixture(scope="module")
 def byte_fallback():
     """SentencePiece: spaces as a mark, unknown characters as byte tokens, BOS at the start."""
-    names = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{i:02X}>" for i in range(256)),
-        "▁",
-        "a",
-        "b",
-        "▁a",
-        "ab",
-        "<0xZZ>",
-        "▁▁",
-    ]
+    letters = ["▁", "a", "b", "▁a", "ab", "<0xZZ>", "▁▁"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *letters]
     merges = [("▁", "a"), ("a", "b"), ("▁", "▁")]
     vocab = {name: i for i, name in enumerate(names)}
     tokenizer = Tokenizer(
@@ -88,18 +74,14 @@ def test_pieces_spell_the_text_that_was_encoded(byte_level, byte_fallback):
         vocab = tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None)
         for text in ("naïve 日本語 🙂 hello\n", "  two  spaces\t", "👩‍👩‍👧 é̀ ﷽", "plain", ""):
             ids = tokenizer(text).input_ids
-            assert vocab.decode(ids) == text and vocab.raw_bytes(ids).endswith(
-                vocab.decode_bytes(ids)
-            )
-            # part of a character
-            assert any("\ufffd" in vocab.decode([i]) for i in ids) == (not text.isascii())
+            assert vocab.decode(ids) == text
+            assert vocab.raw_bytes(ids).endswith(vocab.decode_bytes(ids))
 
 
 def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     size = len(byte_level)
-    vocab = tokenizer_vocabulary(
-        byte_level, config(size, eos_token_id=5), SimpleNamespace(eos_token_id=[1, 7])
-    )
+    tokens = config(size, eos_token_id=5, pad_token_id=-1)  # -1: no padding token
+    vocab = tokenizer_vocabulary(byte_level, tokens, SimpleNamespace(eos_token_id=[1, 7]))
     assert (vocab.kind, vocab.bos, vocab.eos, vocab.add_bos) == ("bpe", 0, 0, False)
     assert vocab.eog == {0, 1, 5, 7} and vocab.special == {0}
     assert vocab.decode([0, size - 1]) == "<tool>"  # an added token that is not special is text
@@ -109,20 +91,14 @@ def test_special_tokens_added_tokens_eog_and_kinds(byte_level, byte_fallback):
     assert padded.pieces == (*vocab.pieces, *[b""] * 40) and shorter.pieces == vocab.pieces[:-3]
     vocab = tokenizer_vocabulary(byte_fallback, config(266), None)
     assert vocab.pieces[258:] == (b"\xff", b" ", b"a", b"b", b" a", b"ab", b"<0xZZ>", b"  ")
-    assert (
-        vocab.kind == "spm"
-        and vocab.add_bos
-        and vocab.bos == 1
-        and vocab.eog == {2}
-        and vocab.special >= {1, 2}
-    )
+    assert (vocab.kind, vocab.bos, vocab.eog, vocab.add_bos) == ("spm", 1, {2}, True)
+    assert vocab.special >= {1, 2}
 
 
 @pytest.mark.model
 def test_engines_agree_with_and_without_special_tokens(opened):
     """Control tokens in the text become one id, or are spelled out if requested."""
     for model in (opened("smollm2-135m"), opened("smollm2-135m?backend=hf")):
-        assert model.encode("<|im_start|>user") == [1, 4093]
         assert len(model.encode("<|im_start|>user", special=False)) > 4
         assert model.encode("<|im_start|>user") == [1, 4093]  # the other call has no effect
         assert model.vocab.decode(model.encode("a\0b🙂")) == "a\0b🙂"
@@ -171,43 +147,30 @@ def test_an_endless_template_is_stopped_in_any_thread(template, monkeypatch):
     monkeypatch.setattr(chat, "MAX_S", 0.2)
     trace = sys.gettrace()
     vocab = Vocabulary((b"<s>",), chat_template=template)
-    with ThreadPoolExecutor(1) as pool, pytest.raises(InputError, match="template"):
-        pool.submit(chat.render_chat, vocab, MESSAGES).result(timeout=60)
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(render_chat, vocab, MESSAGES).exception(timeout=60)
     with pytest.raises(InputError, match="template"):
-        chat.render_chat(vocab, MESSAGES)
+        render_chat(vocab, MESSAGES)
+    assert isinstance(late, InputError)
     assert sys.gettrace() is trace
 
 
 def test_the_default_of_named_templates_is_used(byte_level):
     tokenizer = copy.copy(byte_level)
-    for stated, expected in (
-        ({"default": "a", "tool_use": "b"}, "a"),
-        ({"tool_use": "b"}, None),
-        ("a", "a"),
-        (None, None),
-    ):
+    for stated, expected in (({"default": "a", "tool_use": "b"}, "a"), ({"tool_use": "b"}, None)):
         tokenizer.chat_template = stated
-        assert (
-            tokenizer_vocabulary(tokenizer, config(len(tokenizer)), None).chat_template == expected
-        )
+        assert tokenizer_vocabulary(tokenizer, config(300), None).chat_template == expected
 
 
 @pytest.mark.parametrize(
-    ("own", "generation", "key", "beyond"),
+    ("own", "generation", "says"),
     [
-        ({"eos_token_id": [5, 300]}, {}, "eos_token_id", 300),
-        ({"pad_token_id": 300}, {}, "pad_token_id", 300),
-        ({}, {"eos_token_id": [1, 301]}, "eos_token_id", 301),
-        ({"pad_token_id": -1}, {}, "", 0),
+        ({"eos_token_id": [5, 300]}, {}, "eos_token_id is 300"),
+        ({"pad_token_id": 300}, {}, "pad_token_id is 300"),
+        ({}, {"eos_token_id": [1, 301]}, "eos_token_id is 301"),
     ],
 )
-def test_an_id_without_an_embedding_row_is_rejected(byte_level, own, generation, key, beyond):
-    settings = (
-        SimpleNamespace(**{"vocab_size": 300, "eos_token_id": None} | own),
-        SimpleNamespace(**generation),
-    )
-    if not beyond:
-        tokenizer_vocabulary(byte_level, *settings)
-        return
-    with pytest.raises(InputError, match=rf"{key} is {beyond}\b.*\b300 rows"):
+def test_an_id_without_an_embedding_row_is_rejected(byte_level, own, generation, says):
+    settings = config(300, **own), SimpleNamespace(**generation)
+    with pytest.raises(InputError, match=rf"{says}\b.*\b300 rows"):
         tokenizer_vocabulary(byte_level, *settings)

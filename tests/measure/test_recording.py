@@ -9,8 +9,6 @@ from specnb.errors import InputError
 from specnb.lm import toy
 from specnb.measure.follow import follow
 
-PROMPT = [0, 1, 2, 0, 1]
-
 
 class Planned(LookupDrafter):
     tree_nodes = 5
@@ -27,26 +25,18 @@ class Sampler(LookupDrafter):
 
 def test_drafters_and_generations_that_cannot_be_recorded_are_refused():
     target = toy.markov(4, order=2, seed=1)
-    plain = generate(target, PROMPT, max_new_tokens=9)
-    several = [LookupDrafter(), LookupDrafter()]
-    refused = [
-        ([Planned()], "trees"),
-        ([Shifting()], "nested"),
-        (several, "2 drafters"),
-        ([Sampler()], "picks tokens"),
-    ]
-    for drafters, named in refused:
+    plain = generate(target, [0, 1, 2, 0, 1], max_new_tokens=9)
+    lookup = LookupDrafter()
+    for drafters, changed, named in (
+        ([Planned()], {}, "trees"),
+        ([Shifting()], {}, "nested"),
+        ([lookup, lookup], {}, "2 drafters"),
+        ([Sampler()], {}, "picks tokens"),
+        ([lookup], {"target": "stranger"}, "stranger"),
+        ([lookup], {"max_new_tokens": 10}, "10 tokens"),
+        ([lookup], {"k": 3}, "K = 3"),
+    ):
         with pytest.raises(InputError, match=named):
-            follow(target, drafters, plain, max_new_tokens=9)
-    drafted = generate(target, PROMPT, drafter=LookupDrafter(), k=3, max_new_tokens=9)
-    stranger, old = (
-        plain.model_copy(update=u) for u in ({"target": "stranger"}, {"max_new_tokens": None})
-    )
-    for generation, n, named in [
-        (stranger, 9, "stranger"),
-        (plain, 10, "9 tokens"),
-        (drafted, 9, "K = 3"),
-    ]:
-        with pytest.raises(InputError, match=named):
-            follow(target, [LookupDrafter()], generation, max_new_tokens=n)
-    assert follow(target, [LookupDrafter()], old, max_new_tokens=9)  # an older record
+            follow(target, drafters, plain.model_copy(update=changed), max_new_tokens=9)
+    older = plain.model_copy(update={"max_new_tokens": None})
+    assert follow(target, [lookup], older, max_new_tokens=9)

@@ -1,9 +1,8 @@
-"""Models and heads, built once per session: a random llama, a backbone whose text is periodic."""
+"""Models, built once per session: a random llama, and a backbone whose text is periodic."""
 
 import pytest
 
 from specnb.lm.hf.model import HfModel
-from specnb.medusa.nets import Heads
 from tests.medusa import periodic
 from tests.tiny_models import torch_model
 
@@ -17,12 +16,6 @@ def tiny() -> HfModel:
 @pytest.fixture(scope="session")
 def circles() -> HfModel:
     return periodic.backbone_model()
-
-
-@pytest.fixture(scope="session")
-def fitted(circles) -> dict[str, Heads]:
-    """Heads of both kinds that predict every token of every circle."""
-    return {kind: periodic.trained(circles, kind=kind)[0] for kind in ("medusa", "hydra")}
 
 
 @pytest.fixture(scope="session")

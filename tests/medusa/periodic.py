@@ -49,13 +49,13 @@ def prompts(n: int = CIRCLES) -> list[list[int]]:
 
 
 def trained(
-    target: HfModel, token_map: torch.Tensor | None = None, *, norms: int = 1, **changed: object
+    target: HfModel, token_map: torch.Tensor | None = None, *, normed=True, **changed: object
 ) -> tuple[Heads, list[dict]]:
-    """Return heads trained on states normed `norms` times, and the log of their training."""
+    """Return heads trained on states that are `normed` or not, and the log of their training."""
     heads = new_heads(target, token_map, **changed)
     norm = heads.norm
-    vars(heads)["norm"] = nn.Sequential(*[norm] * norms)
-    recipe = Recipe(300, batch_size=64, peak_lr=2e-2, warmup=1, eta_min=2e-3, head_weight=1.0)
+    vars(heads)["norm"] = norm if normed else nn.Identity()
+    recipe = Recipe(150, batch_size=64, peak_lr=2e-2, warmup=1, eta_min=2e-3, head_weight=1.0)
     with TemporaryDirectory() as folder:
         write_text(target, Path(folder), length=16)
         log = train(heads, recipe, Path(folder), Path(folder))
@@ -68,12 +68,10 @@ def new_heads(
 ) -> Heads:
     """Return untrained heads on any tiny model, three by default."""
     backbone = target if isinstance(target, Backbone) else Backbone.of(target.network)
-    sizes = {"n_heads": 3, "hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}
-    sizes |= {
-        "draft_vocab": 0 if token_map is None else len(token_map),
-        "backbone": backbone.digest,
-    }
-    return nets.new_heads(HeadsConfig(**(sizes | changed)), backbone, token_map, 0)
+    sizes = {name: getattr(backbone, name) for name in ("hidden_size", "vocab_size")}
+    sizes |= {"n_heads": 3, "draft_vocab": 0 if token_map is None else len(token_map)}
+    config = HeadsConfig(backbone=backbone.digest, **(sizes | changed))
+    return nets.new_heads(config, backbone, token_map, 0)
 
 
 def random_heads(
@@ -117,7 +115,7 @@ def text_of(rounds: list[tuple[int, int, int]], second: float = 0.0) -> Generati
 def write_text(target: HfModel, folder: Path, *, length: int) -> None:
     """Write a training text: rows along every circle from every place, and their states."""
     folder.mkdir(parents=True, exist_ok=True)
-    columns = [torch.arange(FIRST, FIRST + PERIOD * CIRCLES)]
+    columns = [torch.arange(FIRST, VOCAB)]
     for _ in range(1, length):
         columns.append(NEXT[columns[-1]])
     rows = torch.stack(columns, dim=1).numpy().astype(np.int32)

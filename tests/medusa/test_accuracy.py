@@ -4,42 +4,27 @@ import numpy as np
 import pytest
 import torch
 
+from specnb.chapters.compatibility import chance_of
 from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.medusa import accuracy
-from specnb.medusa.accuracy import (
-    NO_LABEL,
-    Scores,
-    compare_rounds,
-    count_ranks,
-    marginal,
-    score,
-    states_along,
-)
-from specnb.medusa.drafter import HeadsDrafter
+from specnb.medusa.accuracy import NO_LABEL, Scores, count_ranks, marginal, score, states_along
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB
 
-LAST = torch.arange(VOCAB - 24, VOCAB)
-
-
-def greedy(target, prompt, **options):
-    return generate(target, prompt, max_new_tokens=24, ignore_eog=True, **options)
+FIRST = VOCAB - 24
+LAST = torch.arange(FIRST, VOCAB)
 
 
 def test_a_token_outside_the_draft_vocabulary_is_a_miss(tiny):
     heads = periodic.random_heads(tiny, LAST)
-    text = states_along(tiny, greedy(tiny, [3, 4, 5]))
+    text = states_along(tiny, generate(tiny, [3, 4, 5], max_new_tokens=24, ignore_eog=True))
     scores = score(heads, text)
     for head in range(3):
-        missing = text.ids[1 + head :].numpy() < VOCAB - len(LAST)
-        rank = scores.rank[: len(missing), head]
-        assert (
-            missing.any()
-            and (rank[missing] == len(LAST)).all()
-            and (rank[~missing] < len(LAST)).all()
-        )
-    assert (scores.best >= VOCAB - len(LAST)).all()
+        missing = text.ids[1 + head :].numpy() < FIRST
+        assert missing.any()
+        assert ((scores.rank[: len(missing), head] == len(LAST)) == missing).all()
+    assert (scores.best >= FIRST).all()
     heads.heads[1].blocks[0].linear.bias[0] = float("nan")
     with pytest.raises(NonFiniteLogits, match="head 1"):
         score(heads, text)
@@ -56,29 +41,7 @@ def test_served_counts_by_hand():
     """A plain round, all accepted, one of three, none, and an end in the drafts, rejecting none."""
     text = periodic.text_of([(0, 0, 1), (3, 3, 4), (3, 1, 2), (3, 0, 1), (3, 2, 2)])
     assert accuracy.served_counts(text)[:4].tolist() == [[3, 4], [2, 3], [1, 1], [0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("kind", "contract", "token_map", "seed", "k"),
-    [
-        ("medusa", "pre_norm", None, 1, 3),
-        ("medusa", "post_norm", LAST, 2, 2),
-        ("hydra", "pre_norm", LAST, 3, 3),
-        ("hydra", "post_norm", None, 4, 1),
-        ("medusa", "pre_norm", LAST, 5, 1),
-        ("hydra", "pre_norm", None, 6, 2),
-    ],
-)
-def test_every_round_accepts_the_drafts_that_are_right_offline(
-    tiny, kind, contract, token_map, seed, k
-):
-    heads = periodic.random_heads(tiny, token_map, spread=0.2, seed=seed, kind=kind, input=contract)
-    prompt = [3 + seed % 50, 7, 3 + seed % 7]
-    plain = greedy(tiny, prompt)
-    chain = greedy(tiny, prompt, drafter=HeadsDrafter(tiny, heads), k=k)
-    assert plain.token_ids == chain.token_ids
-    rounds, differ = compare_rounds(chain, score(heads, states_along(tiny, plain)))
-    assert differ == 0 and rounds == sum(r.k > 0 for r in chain.rounds)
+    assert chance_of([text]) == 6 / 8, "untested draft tokens do not count"
 
 
 @pytest.mark.parametrize(("share", "trials"), [(0.2, 8), (0.5, 30), (0.95, 2)])
@@ -92,7 +55,6 @@ def test_the_interval_of_a_share_covers_it_even_if_all_or_none_are_hits(share, t
         found = accuracy.share_interval(list(zip(hits, n, strict=True)))
         held += found.low <= share <= found.high and found.low < found.high
     assert held >= 0.93 * 500
-    sure = accuracy.share_interval([(2, 2)] * 5)
-    assert (sure.value, sure.high) == (1.0, 1.0) and sure.low == pytest.approx(
-        10 / (10 + 2.776**2), rel=1e-3
+    assert accuracy.share_interval([(2, 2)] * 5) == pytest.approx(
+        (1.0, 10 / (10 + 2.776**2), 1.0), rel=1e-3
     )

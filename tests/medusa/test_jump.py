@@ -13,8 +13,8 @@ from specnb.medusa import recipe
 from specnb.medusa.jump import JumpConfig, JumpDrafter, JumpNet
 from specnb.medusa.nets import seeded
 from specnb.medusa.recipe import Recipe
-from specnb.medusa.rollouts import SINK, RowBatches, fit_maps, roll_out_loss
-from specnb.medusa.train import lesson_of, train
+from specnb.medusa.rollouts import SINK, fit_maps
+from specnb.medusa.train import train
 from specnb.medusa.tree import TreePlan
 from tests.medusa import periodic
 from tests.tiny_models import VOCAB, torch_model
@@ -35,13 +35,10 @@ def target():
 
 def new_net(target, config, token_map=MAP):
     net = target.network
-    sizes = {
-        "hidden_size": net.config.hidden_size,
-        "vocab_size": VOCAB,
-        "draft_vocab": len(token_map),
-    }
+    sizes = {"hidden_size": net.config.hidden_size, "draft_vocab": len(token_map)}
     with seeded(0):
-        return JumpNet(JumpConfig(n_heads=STEPS, **config, **sizes), net, token_map)
+        whole = JumpConfig(n_heads=STEPS, vocab_size=VOCAB, **config, **sizes)
+        return JumpNet(whole, net, token_map)
 
 
 @torch.no_grad()
@@ -51,6 +48,16 @@ def states_of(target, net, tokens):
         out = target.network.model(input_ids=tokens[None], output_hidden_states=True)
     outputs = [*out.hidden_states[1:-1], final[0]]
     return torch.stack([outputs[layer] for layer in net.config.layers], 2)
+
+
+def started(target, net, tokens):
+    """Return a drafter after two tokens of a prompt, and a target that has processed the rest."""
+    drafter = JumpDrafter(target, net)
+    target.reset()
+    target.forward(tokens[:2])
+    drafter.start(tokens[:2])
+    target.forward(tokens[2:-1])
+    return drafter
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -64,20 +71,13 @@ def test_served_rows_equal_rolled_out_rows(target, config):
             net.logits(g)[0]
             for g in net.roll_out(states_of(target, net, tokens), tokens[None], starts, STEPS)
         ]
-    drafter = JumpDrafter(target, net)
-    target.reset()
-    target.forward(tokens[:2].tolist())
-    drafter.start(tokens[:2].tolist())
-    target.forward(tokens[2:].tolist())
+    ids = tokens.tolist()
+    drafter = started(target, net, ids)
     for i, start in enumerate(starts.tolist()):
-        served = drafter.rows(
-            tokens[: start + 2].tolist(), tokens[start + 2 : start + 1 + STEPS].tolist()
-        )
+        served = drafter.rows(ids[: start + 2], ids[start + 2 : start + 1 + STEPS])
         for j, row in enumerate(served):
-            expected = rolled[0][start] if j == 0 else rolled[j][i]
-            np.testing.assert_allclose(
-                row[MAP], expected.numpy(), atol=2e-4, err_msg=f"step {j + 1} of {start}"
-            )
+            expected = rolled[j][i if j else start].numpy()
+            np.testing.assert_allclose(row[MAP], expected, atol=2e-4, err_msg=f"{start}, step {j}")
             assert np.isinf(row[0])
     drafter.close()
 
@@ -85,11 +85,7 @@ def test_served_rows_equal_rolled_out_rows(target, config):
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_tree_node_equals_the_draft_of_a_chain_after_its_path(target, config):
     tokens = torch.randint(3, VOCAB, (9,), generator=torch.Generator().manual_seed(2)).tolist()
-    drafter = JumpDrafter(target, new_net(target, config))
-    target.reset()
-    target.forward(tokens[:2])
-    drafter.start(tokens[:2])
-    target.forward(tokens[2:-1])
+    drafter = started(target, new_net(target, config), tokens)
     drafter.take_plan(TREE)
     for _ in range(2):  # nothing is left of the first tree
         nodes = drafter.propose(tokens, len(TREE), Chooser(Sampling())).ids
@@ -119,16 +115,15 @@ def test_states_are_those_of_the_accepted_nodes_of_a_tree(target):
 
 
 @pytest.mark.parametrize("plan", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_greedy_text_is_that_of_plain_decoding(target, config, temperature, plan):
+def test_greedy_text_is_that_of_plain_decoding(target, config, plan):
     drafter = JumpDrafter(target, new_net(target, config))
     drafter.take_plan(plan)
-    options = {"max_new_tokens": 20, "temperature": temperature, "seed": 3}
-    drafted = generate(target, [5, 9, 7, 4], drafter=drafter, k=3, **options)
-    assert sum(r.k for r in drafted.rounds) > 10
-    if not temperature:
-        assert drafted.token_ids == generate(target, [5, 9, 7, 4], **options).token_ids
+    drafted, plain = (
+        generate(target, [5, 9, 7, 4], drafter=chosen, k=3, max_new_tokens=20)
+        for chosen in (drafter, None)
+    )
+    assert drafted.token_ids == plain.token_ids and drafted.total_draft_tokens > 10
     drafter.close()
 
 
@@ -141,7 +136,11 @@ def of_circles(circles, kind):
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("eagle", torch.float32), ("jump", torch.bfloat16)])
-def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, kind, dtype):
+def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(
+    tmp_path, monkeypatch, kind, dtype
+):
+    """Also with products in bfloat16."""
+    monkeypatch.setattr(recipe, "auto_dtype", lambda device: "bfloat16")
     circles = periodic.backbone_model(dtype=dtype)
     periodic.write_text(circles, tmp_path / "text", length=32)
     net = of_circles(circles, kind)
@@ -153,33 +152,6 @@ def test_a_periodic_text_is_learned_and_weights_get_the_targets_dtype(tmp_path, 
     drafted = generate(circles, periodic.prompts(1)[0], drafter=drafter, k=STEPS, max_new_tokens=20)
     assert drafted.acceptance_rate > 0.9
     drafter.close()
-
-
-@pytest.mark.parametrize(
-    ("trained", "product"), [("jump", "float32"), ("jump", "bfloat16"), ("heads", "bfloat16")]
-)
-def test_products_are_float32_if_the_cpu_only_emulates_bfloat16(
-    tmp_path, monkeypatch, trained, product
-):
-    monkeypatch.setattr(recipe, "auto_dtype", lambda device: product)
-    circles = periodic.backbone_model(dtype=torch.bfloat16)
-    periodic.write_text(circles, tmp_path, length=32)
-    net = of_circles(circles, "jump") if trained == "jump" else periodic.new_heads(circles)
-    step = Recipe(1, batch_size=64, roll_out=STEPS)
-    lesson = lesson_of(net, step, tmp_path)
-    in_bfloat16 = []
-    right = net.logits
-    monkeypatch.setattr(
-        net,
-        "logits",
-        lambda *args: in_bfloat16.append(torch.is_autocast_enabled("cpu")) or right(*args),
-    )
-    with recipe.in_float32(net):
-        loss, _ = lesson.loss(net, step, lesson.batches.at_step(0, step))
-        assert loss.isfinite() and set(in_bfloat16) == {product == "bfloat16"}
-    assert {net.shared_lm_head.dtype, *(weight.dtype for weight in net.parameters())} == {
-        torch.bfloat16
-    }
 
 
 @torch.no_grad()
@@ -195,19 +167,3 @@ def test_the_fitted_maps_give_the_layers_input(target):
         entered = states[SINK + 1 :, 0]
         left.append((said - entered).square().sum() / entered.square().sum())
     assert left[0] < 0.01 < left[1]
-
-
-def test_the_targets_own_rows_have_no_loss(circles, text):
-    """In rounds of one draft token, always right, tau is 2."""
-    net = of_circles(circles, "jump")
-    batch = RowBatches(text, "train", net, 1).at_step(0, Recipe(1, batch_size=4 * 32))
-    with torch.no_grad():
-        bad, untrained = roll_out_loss(net, Recipe(1, roll_out=1), batch)
-        net.roll_out = lambda *_: [batch.states[:, 1:, -1].float()]
-        good, perfect = roll_out_loss(net, Recipe(1, roll_out=1), batch)
-    assert (
-        good < 1e-3 < bad
-        and perfect["tau"] == pytest.approx(2, abs=1e-3)
-        and untrained["tau"] < 1.5
-    )
-    assert perfect["rank_shares"] == [[1, 0, 0, 0, 0]] and untrained["top1"][0] < 0.5

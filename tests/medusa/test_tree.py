@@ -4,7 +4,7 @@ from itertools import combinations, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specnb.medusa.tree import grow
@@ -21,7 +21,6 @@ def paths_of(plan):
     return [[plan.ranks[n] for n in plan.path(node)] for node in range(len(plan))]
 
 
-@settings(max_examples=50)
 @given(
     table=st.lists(
         st.lists(st.just(0.0) | st.floats(0.01, 1.0), min_size=2, max_size=2),
@@ -40,28 +39,9 @@ def test_no_other_tree_of_the_size_has_more_expected_tokens(table, n):
     paths = [path for path in paths if expected_tokens([path], table) > 1]
     plan = grow(table, n)
     tokens = plan.tokens(table)
-    assert len(plan) == min(n, len(paths)) and tokens == pytest.approx(
-        expected_tokens(paths_of(plan), table)
-    )
+    assert len(plan) == min(n, len(paths))
+    assert tokens == pytest.approx(expected_tokens(paths_of(plan), table))
     trees = (t for t in combinations(paths, len(plan)) if all(path[:-1] in ((), *t) for path in t))
     assert tokens == pytest.approx(max(expected_tokens(tree, table) for tree in trees))
     for m in range(n):
-        assert expected_tokens(paths_of(plan.first(m)), table) == pytest.approx(
-            grow(table, m).tokens(table)
-        )
-
-
-def test_published_accuracies_give_the_published_tokens_per_round():
-    """Medusa on Vicuna 7B (assets/medusa_acc.csv); Spec-Bench measured 2.31 and 2.32, 63 nodes."""
-    cumulative = [
-        [0.560, 0.672, 0.727, 0.760, 0.780],
-        [0.316, 0.424, 0.485, 0.528, 0.563],
-        [0.201, 0.288, 0.348, 0.383, 0.417],
-        [0.147, 0.225, 0.274, 0.311, 0.340],
-        [0.118, 0.187, 0.235, 0.272, 0.300],
-    ]
-    table = np.diff(cumulative, axis=1, prepend=0)
-    plan = grow(table, 63)
-    assert (
-        len(plan) == 63 and plan.depth == 4 and plan.tokens(table) == pytest.approx(2.385, abs=5e-4)
-    )
+        assert plan.first(m).ranks == grow(table, m).ranks

@@ -2,9 +2,6 @@
 
 import re
 import tomllib
-from itertools import chain
-
-from packaging.requirements import Requirement
 
 from specnb.io import project_dir
 
@@ -27,20 +24,3 @@ def test_contributing_is_one_page_and_its_links_and_make_targets_exist():
         re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
     )
     assert (links, lines) == (set(), set()) and len(PAGE.splitlines()) <= 100
-
-
-def test_pinned_requirements_are_within_ranges_and_separate_for_developers():
-    files = [
-        (ROOT / name).read_text(encoding="utf-8")
-        for name in ("requirements.txt", "requirements-dev.txt")
-    ]
-    users, developers = (
-        dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==(\S+)", text, re.MULTILINE)) for text in files
-    )
-    extras = PROJECT["project"]["optional-dependencies"]
-    groups = [
-        Requirement(text) for text in chain(PROJECT["project"]["dependencies"], *extras.values())
-    ]
-    assert developers.keys() == {Requirement(text).name for text in extras["dev"]}
-    assert users.keys() | developers.keys() == {each.name for each in groups}
-    assert all(each.specifier.contains((users | developers)[each.name]) for each in groups)

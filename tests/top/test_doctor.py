@@ -49,15 +49,10 @@ def test_a_build_without_the_cpus_instructions_is_a_warning_even_if_it_crashes(
 ):
     monkeypatch.setattr("specnb.lm.files.zoo_file", lambda name: "model.gguf")
     monkeypatch.setattr(doctor, "cpu_facts", lambda: {"isa": isa})
-    decodes, fits = check_decode(
-        "print('CPU : AVX2 = 1 | FMA = 0 |', flush=True); import os; os.abort()"
-    )
-    assert decodes.ok is False and fits.ok is (None if lacks else True)
-    assert (
-        lacks in fits.detail
-        and "uses AVX2 FMA" not in fits.detail
-        and (doctor.REBUILD in fits.fix) == bool(lacks)
-    )
+    probe = "print('CPU : AVX2 = 1 | FMA = 0 |', flush=True); import os; os.abort()"
+    decodes, fits = check_decode(probe)
+    assert decodes.ok is False and fits.ok is (None if lacks else True) and lacks in fits.detail
+    assert "uses AVX2 FMA" not in fits.detail and (doctor.REBUILD in fits.fix) == bool(lacks)
 
 
 @pytest.mark.parametrize(

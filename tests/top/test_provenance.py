@@ -19,21 +19,11 @@ def test_provenance_is_json_with_code_machine_and_time_but_without_paths():
     )
     text = json.dumps(record, allow_nan=False)
     assert json.loads(text) == record and record["packages"]["numpy"] == np.__version__
-    assert (record["seeds"], record["extra"], record["prompts_digest"]) == (
-        [1, 2],
-        {"temperature": 0.5},
-        "d",
-    )
-    assert (
-        record["cpu"]["logical_cores"] >= record["cpu"]["usable_cores"] >= 1
-        and record["memory_bytes"] > 1 << 28
-    )
+    assert record["seeds"] == [1, 2] and record["extra"] == {"temperature": 0.5}
+    assert record["cpu"]["usable_cores"] >= 1 and record["memory_bytes"] > 1 << 28
     assert record["models"] == [{"id": "model.gguf?backend=hf"}, {"id": "hf:org/name"}]
-    assert not [
-        path
-        for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere")
-        if path in text
-    ]
+    for path in (str(Path(prov.__file__).parents[1]), str(Path.home()), "/somewhere"):
+        assert path not in text
 
 
 def test_unknown_facts_are_null(monkeypatch):

@@ -1,7 +1,6 @@
 """Records: the derived numbers equal those computed by hand."""
 
 import pytest
-from pydantic import ValidationError
 
 from specnb.records import Generation, Round
 
@@ -47,24 +46,12 @@ def test_the_summary_equals_one_computed_by_hand():
 
 
 def test_ratios_without_a_denominator_are_none():
-    empty = Generation(
-        prompt_ids=(1,), token_ids=(), rounds=(), wall_s=2.0, prefill_s=2.0, stop_reason="length"
-    )
+    empty = DONE.model_copy(update={"token_ids": (), "rounds": (), "wall_s": 3.0})
     s = empty.summary(step_s=1.0)
     assert (s.n_tokens, s.n_rounds, s.total_draft_tokens) == (0, 0, 0)
-    assert {s.acceptance_rate, s.tau, s.tokens_per_s, s.estimated_speedup, s.overhead_share} == {
-        None
-    }
-    undrafted = DONE.model_copy(
-        update={"rounds": tuple(ROUNDS[2]._replace(committed_ids=(t,)) for t in DONE.token_ids)}
-    )
-    assert (
-        undrafted.acceptance_rate is None
-        and undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup
-    )
-
-
-def test_rounds_that_commit_other_tokens_are_refused():
-    for tokens in (DONE.token_ids[:-1], (*DONE.token_ids[:-1], 6)):
-        with pytest.raises(ValidationError, match=f"differ from {len(tokens)} token_ids"):
-            Generation(**(DONE.model_dump() | {"token_ids": tokens}))
+    ratios = (s.acceptance_rate, s.tau, s.tokens_per_s, s.estimated_speedup, s.overhead_share)
+    assert {*ratios} == {None}
+    plain = tuple(ROUNDS[2]._replace(committed_ids=(t,)) for t in DONE.token_ids)
+    undrafted = DONE.model_copy(update={"rounds": plain})
+    assert undrafted.acceptance_rate is None
+    assert undrafted.tau == 1 == undrafted.summary(15 / 6).estimated_speedup

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from specnb import io, store
 from specnb.errors import InputError
 from specnb.records import Generation, Round, RunRecord
-from tests.top.test_io import JSON
 
 WHEN = datetime(2026, 11, 21, 12, 0, 0, 123456, tzinfo=UTC)
 
@@ -29,33 +28,21 @@ def round_of(index=0, draft=(5, 6), committed=(5, 9), n_accepted=1) -> Round:
 
 def generation_of(*rounds: Round, **fields) -> Generation:
     tokens = tuple(token for r in rounds for token in r.committed_ids)
-    defaults = {
-        "prompt_id": "code-01",
-        "category": "code",
-        "target": "t",
-        "drafter": "lookup",
-        "rule": "greedy",
-    }
-    fields = (
-        defaults
-        | {"k": 2, "prompt_ids": (1, 2, 3), "wall_s": 1.5, "stop_reason": "length"}
-        | fields
-    )
-    return Generation(token_ids=tokens, rounds=rounds, **fields)
+    names = {"prompt_id": "code-01", "category": "code", "target": "t", "drafter": "lookup"}
+    named = names | {"rule": "greedy", "k": 2, "prompt_ids": (1, 2, 3), "wall_s": 1.5}
+    named |= {"stop_reason": "length"} | fields
+    return Generation(token_ids=tokens, rounds=rounds, **named)
 
 
 def record_of(*generations: Generation, **fields) -> RunRecord:
-    fields = {
+    named = {
         "run_id": "abc123",
         "experiment": "01_k_sweep",
         "params": {"k": 2, "names": ["a", "é"]},
-    } | fields
-    fields = {
-        "provenance": {"git": None, "cores": 2},
-        "started": WHEN,
-        "ended": WHEN + timedelta(seconds=3),
-    } | fields
-    return RunRecord(generations=generations, **fields)
+    }
+    named |= {"provenance": {"git": None, "cores": 2}, "started": WHEN}
+    named |= {"ended": WHEN + timedelta(seconds=3)} | fields
+    return RunRecord(generations=generations, **named)
 
 
 @pytest.fixture
@@ -71,6 +58,15 @@ def rich() -> RunRecord:
     return record_of(first, nothing, plain, measurements=measurements)
 
 
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
 IDS = st.lists(st.integers(0, 2**31), max_size=4).map(tuple)
 SECONDS = st.floats(0, 1e6)
 
@@ -108,37 +104,32 @@ def test_any_record_is_loaded_exactly_as_saved(tmp_path_factory, generations, pa
     assert all(isinstance(r, Round) for generation in loaded.generations for r in generation.rounds)
 
 
-def older_record(record, folder, column) -> Path:
-    """Write a record as version 0.1 did, with rounds in a separate file, without this column."""
-    folder.mkdir(parents=True)
+def older_record(record, folder) -> Path:
+    """Write a record as version 0.1 did, with rounds in a separate file and without trees."""
     document = json.loads(record.model_dump_json()) | {"rounds_parquet": {"sha256": ""}}
     for generation in document["generations"]:
-        for name in ("rounds", "top_k", "top_p", "max_new_tokens"):
-            del generation[name]
+        del generation["rounds"], generation["top_k"]
     rounds = [
         r._asdict() | {"generation": i} for i, g in enumerate(record.generations) for r in g.rounds
     ]
-    pq.write_table(pa.Table.from_pylist(rounds).drop_columns([column]), folder / "rounds.parquet")
+    folder.mkdir()
+    table = pa.Table.from_pylist(rounds).drop_columns(["parents"])
+    pq.write_table(table, folder / "rounds.parquet")
     (folder / "run.json").write_text(json.dumps(document))
     return folder
 
 
 def test_records_with_trees_and_older_ones_without_are_loaded(rich, tmp_path):
-    new = record_of(
-        generation_of(round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1)))
-    )
-    old = older_record(rich, tmp_path / "old", "parents")
-    assert (
-        store.load_record(store.save(new, tmp_path / "new")) == new
-        and store.load_record(old) == rich
-    )
+    tree = round_of(0, (5, 6, 5), (6, 5, 9), 2)._replace(parents=(-1, -1, 1))
+    new = record_of(generation_of(tree))
+    assert store.load_record(store.save(new, tmp_path / "new")) == new
+    old = older_record(rich, tmp_path / "old")
+    assert store.load_record(old) == rich
     rows = store.query("SELECT parents FROM rounds", tmp_path)
     assert sorted(map(list, rows.parents)) == [[], [], [], [-1, -1, 1]]
-    assert set(store.query("SELECT top_k FROM generations", tmp_path).top_k) == {0}
     (old / "rounds.parquet").unlink()
-    for damaged in (old, older_record(rich, tmp_path / "too old", "width")):
-        with pytest.raises(InputError, match=str(damaged)):
-            store.load_record(damaged)
+    with pytest.raises(InputError, match=str(old)):
+        store.load_record(old)
 
 
 @pytest.mark.parametrize(("owner", "step"), [(io.os, "fsync"), (Path, "replace")])
@@ -194,10 +185,7 @@ def test_values_that_json_does_not_support_and_invalid_folder_names_are_refused_
 def test_the_run_id_depends_on_name_and_values_only():
     first = store.run_id("01_k_sweep", {"k": 4, "temperature": 0.0})
     assert first == store.run_id("01_k_sweep", {"temperature": 0.0, "k": 4})
-    assert (
-        len({first, store.run_id("01_k_sweep", {"k": 4}), store.run_id("01_k_sweep", {"k": "4"})})
-        == 3
-    )
+    assert first != store.run_id("01_k_sweep", {"k": "4", "temperature": 0.0})
     # it names folders, so it must not change between versions
     assert store.run_id("x", {}) == "77f689c4813e"
 
@@ -227,34 +215,20 @@ def test_a_damaged_record_is_refused_with_its_file_and_left_out_of_queries_with_
 def test_a_query_covers_every_record(rich, tmp_path):
     results = tmp_path / "re*ults [1]"  # not a glob pattern
     elsewhere = WHEN.astimezone(timezone(timedelta(hours=2)))
-    store.save(
-        record_of(
-            run_id="empty", experiment="other", status="failed", error="x", started=elsewhere
-        ),
-        results,
-    )
+    empty = record_of(run_id="empty", status="failed", started=elsewhere)
+    store.save(empty, results)
     for folder in (results, tmp_path / "results 1", results / ".ipynb_checkpoints"):
         store.save(rich, folder)
-    runs = store.query(
-        "select run_id, status, cast(params->>'k' as int) as k, started from runs order by 1",
-        results,
-    )
-    when = datetime(2026, 11, 21, 12, 0, 0, 123456)
+    sql = "select run_id, status, cast(params->>'k' as int) as k, started from runs order by 1"
+    runs = store.query(sql, results)
+    when = WHEN.replace(tzinfo=None)
     assert runs.values.tolist() == [["abc123", "completed", 2, when], ["empty", "failed", 2, when]]
-    generations = store.query(
-        "select generation, n_tokens, wall_s, fallback from generations order by 1", results
-    )
+    generations = store.query("select n_tokens, fallback from generations", results)
     assert list(generations.n_tokens) == [4, 0, 1] and generations.fallback[2] == "no memory"
     assert store.query("select count(*) as n from rounds", results).n[0] == 3
     (row,) = store.query("select * from rounds where k = 1", results).to_dict("records")
-    expected = {
-        "generation": 0,
-        "k_asked": 2,
-        "seed": 2**62,
-        "temperature": 0.7,
-        "prompt_id": "code-01",
-    }
-    assert {name: row[name] for name in expected} == expected and list(row["draft_ids"]) == [7]
+    expected = {"generation": 0, "k_asked": 2, "seed": 2**62, "prompt_id": "code-01"}
+    assert expected.items() <= row.items() and list(row["draft_ids"]) == [7]
 
 
 def test_a_query_cannot_access_files_and_an_invalid_one_is_an_error(rich, tmp_path):

@@ -15,7 +15,7 @@ from IPython.display import Markdown
 from jinja2 import Environment, StrictUndefined
 
 from specnb.book.claims import report
-from specnb.io import project_dir, read_json, read_toml
+from specnb.io import JsonObject, project_dir, read_json, read_toml
 from specnb.measure.intervals import FEWEST, NORMAL, interval, rate, wilson
 from specnb.records import RunRecord
 from specnb.store import figures_dir, save, save_beside_figures
@@ -221,7 +221,7 @@ def read_fixed() -> Values:
     )
 
 
-def evaluate(expressions: Mapping[str, str], names: Mapping[str, Any]) -> Values:
+def evaluate(expressions: Mapping[str, str], names: Values) -> Values:
     """Return `names` and, by name, the value of each expression, which may use all names before it.
 
     Expressions are Jinja expressions; an unknown name raises UndefinedError.
@@ -270,7 +270,7 @@ def rate_change(last: pd.DataFrame, first: pd.DataFrame) -> Estimate:
     return Estimate(*change, len(counts))
 
 
-def _read_claims() -> dict[str, Any]:
+def _read_claims() -> JsonObject:
     return read_toml(project_dir() / "data" / "claims.toml")
 
 

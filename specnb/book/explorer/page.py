@@ -2,9 +2,8 @@
 
 import json
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from specnb.book.explorer.tables import ALL, FREE, Setting, Tables, TracedRun, s
 from specnb.book.style import readable
 from specnb.book.tables import baseline
 from specnb.book.tokens import FATES, shown_text
-from specnb.io import plain, write_atomic
+from specnb.io import JsonObject, plain, write_atomic
 from specnb.measure.cost import NAMED
 from specnb.measure.intervals import FEWEST
 from specnb.measure.machines import machine_rows
@@ -21,8 +20,6 @@ from specnb.measure.recording import Recording
 from specnb.measure.replay import split
 from specnb.registry import DRAFTERS
 
-Json = dict[str, Any]
-"""A JSON object."""
 CONSTANTS = {
     "fewest": FEWEST,
     "fates": FATES,
@@ -34,16 +31,17 @@ CONSTANTS = {
     | {AUTO: {"option": "", "depends": ["machine"]}},
 }
 TAIL = 400  # characters at the end of a prompt that are shown
+STEP = 0.05  # of the temperature slider
 DIGITS = 5  # of probabilities and counts; the page shows two
 
 
-def reduced(run: TracedRun, tables: Tables) -> Json:
+def reduced(run: TracedRun, tables: Tables) -> JsonObject:
     """Return the data of the page as JSON; `tables` are those of the run's trace."""
     record = run.record
     curve = run.curve
     target = tables.recordings[0].target
     facts = record.provenance
-    caps = record.provenance["extra"]["target"]
+    caps = facts["extra"]["target"]
     engine = f"{caps['engine']} {caps['dtype']}"
     place = (
         f"{facts['cpu']['model']}, {facts['cpu']['usable_cores']} cores (device: {caps['device']})"
@@ -70,6 +68,7 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
             }
             for name in tables.drafters
         ],
+        "samplings": list(_positions(tables)),
         "texts": texts,
         "recordings": [
             {"text": texts.index(content), **_recording(recording)}
@@ -79,7 +78,21 @@ def reduced(run: TracedRun, tables: Tables) -> Json:
     }
 
 
-def _content(recording: Recording) -> Json:
+def _positions(tables: Tables) -> Iterator[JsonObject]:
+    """Yield the positions of the temperature slider: STEP apart, then the recordings with top-p.
+
+    Each lies between the recorded temperatures `from` and `to`.
+    """
+    full = [temperature for temperature, top_p in tables.samplings if top_p == 1]
+    for low, high in pairwise(full):
+        for temperature in np.arange(low, high - 1e-6, STEP):
+            yield {"temperature": round(temperature, 3), "top_p": 1, "from": low, "to": high}
+    for t, top_p in tables.samplings:
+        if top_p < 1 or t in full[-1:]:
+            yield {"temperature": t, "top_p": top_p, "from": t, "to": t}
+
+
+def _content(recording: Recording) -> JsonObject:
     """Return the fields that the recordings of all drafters share for one text."""
     names = ("prompt_id", "category", "temperature", "top_p", "target", "max_new_tokens", "seed")
     return {name: getattr(recording, name) for name in names} | {
@@ -88,7 +101,7 @@ def _content(recording: Recording) -> Json:
     }
 
 
-def _recording(recording: Recording) -> Json:
+def _recording(recording: Recording) -> JsonObject:
     keep = []
     for row in recording.keep:
         chances = [round(chance, DIGITS) for chance in row]
@@ -110,7 +123,7 @@ def _recording(recording: Recording) -> Json:
     }
 
 
-def _played(tables: Tables) -> Iterator[Json]:
+def _played(tables: Tables) -> Iterator[JsonObject]:
     """Simulate the policies that depend on no slider, for each choice of recordings."""
     places = product(tables.drafters, tables.samplings, (ALL, *tables.contents))
     for drafter, (temperature, top_p), content in places:
@@ -119,11 +132,10 @@ def _played(tables: Tables) -> Iterator[Json]:
                 yield play(tables, Setting(drafter, temperature, content, policy, 1, FREE, top_p))
 
 
-def play(tables: Tables, setting: Setting) -> Json:
+def play(tables: Tables, setting: Setting) -> JsonObject:
     """Return counts (as `replay.split`) and rounds of a policy on each recording of a setting."""
     _, counts, walks = zip(*tables.walks(setting), strict=True)
-    place = ("drafter", "temperature", "top_p", "content", "policy")
-    return {name: getattr(setting, name) for name in place} | {
+    return setting.place | {
         "counts": [
             [np.trim_zeros(part.round(DIGITS), "b").tolist() for part in split(row)]
             for row in counts
@@ -133,7 +145,7 @@ def play(tables: Tables, setting: Setting) -> Json:
     }
 
 
-def page(trace: Json, above: str = "") -> str:
+def page(trace: JsonObject, above: str = "") -> str:
     """Return the page for a trace that `reduced` returned, with the HTML `above` at its top."""
     text = Path(__file__).with_suffix(".html").read_text("utf-8").replace("@ABOVE@", above)
     constants = CONSTANTS | {"machines": plain(NAMED | machine_rows())}

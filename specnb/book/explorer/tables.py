@@ -16,7 +16,7 @@ import pandas as pd
 from specnb.book.tables import ALL, check_table
 from specnb.decode.control import Controller
 from specnb.errors import InputError
-from specnb.io import project_dir
+from specnb.io import JsonObject, project_dir
 from specnb.measure.cost import NAMED, Cost, CostCurve
 from specnb.measure.intervals import FEWEST, ends
 from specnb.measure.machines import machines
@@ -60,6 +60,13 @@ class Setting(NamedTuple):
     k: int
     machine: Cost
     top_p: float = 1.0
+
+    @property
+    def place(self) -> JsonObject:
+        """The fields that the page compares: all but `k` and `machine`."""
+        fields = self._asdict()
+        del fields["k"], fields["machine"]
+        return fields
 
     def controller(self, k_max: int) -> Controller:
         """Return a new controller of the policy, with the maximum `k_max` if it ignores `k`."""

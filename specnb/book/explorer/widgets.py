@@ -23,7 +23,7 @@ from specnb.book.explorer.tables import ALL, THIS_MACHINE, Setting, Tables, Trac
 from specnb.book.picture import with_picture
 from specnb.book.style import CONFIG, readable
 from specnb.book.tables import BUSY, best_k
-from specnb.io import plain
+from specnb.io import JsonObject, plain
 from specnb.measure.cost import Cost, CostCurve
 from specnb.measure.intervals import interval, rate_ratio
 from specnb.measure.policies import FIXED
@@ -160,7 +160,7 @@ class Explorer(anywidget.AnyWidget):
         data, metadata = with_picture(figure)._repr_mimebundle_()
         return widget | data, metadata
 
-    def _answer(self, _widget: object, message: dict[str, Any], _buffers: object) -> None:
+    def _answer(self, _widget: object, message: JsonObject, _buffers: object) -> None:
         """Answer a message of the page: simulate a policy, or start a live run."""
         setting = Setting(
             **message["setting"] | {"machine": _cost_of(message["setting"]["machine"])}
@@ -174,10 +174,7 @@ class Explorer(anywidget.AnyWidget):
         try:
             answer = play(self._tables, setting)
         except Exception as error:  # a callback's traceback would only go to a log
-            answer = setting._asdict() | {
-                "machine": None,
-                "error": f"{type(error).__name__}: {error}",
-            }
+            answer = setting.place | {"error": f"{type(error).__name__}: {error}"}
         self.send({"answer": answer | {"key": message["key"]}})
 
     def _measure(self, setting: Setting, prompt: str) -> None:
@@ -191,9 +188,7 @@ class Explorer(anywidget.AnyWidget):
     def _report(self, done: int, total: int, step: str) -> None:
         self.send({"outcome": f"Running live, {done} of {total}: {step} …"})
 
-    def _compared(
-        self, setting: Setting, generations: list[Generation], busy: bool
-    ) -> dict[str, Any]:
+    def _compared(self, setting: Setting, generations: list[Generation], busy: bool) -> JsonObject:
         """Return a live run's speed as a point on the page, and a sentence with its prediction."""
         drafted = generations[1::2]
         pairs = zip(drafted, generations[::2], strict=True)
@@ -210,10 +205,7 @@ class Explorer(anywidget.AnyWidget):
             "speedup": live.value,
             "low": live.low,
             "high": live.high,
-            "setting": {
-                name: getattr(setting, name)
-                for name in ("drafter", "temperature", "top_p", "content")
-            },
+            "setting": setting.place,
         }
         line = (
             f"Live, {setting.policy}, prompts: {len(drafted)}: {live.value:.2f} times "
@@ -225,7 +217,7 @@ class Explorer(anywidget.AnyWidget):
         return {"outcome": line, "point": plain(point, nan=None)}
 
 
-def _cost_of(machine: dict[str, Any]) -> Cost:
+def _cost_of(machine: JsonObject) -> Cost:
     """Return the costs that the page sends."""
     samples_s = [(ratio,) for ratio in machine["ratios"][1:]]
     curve = CostCurve(model="", context=0, widths=range(1, len(samples_s) + 1), samples_s=samples_s)

@@ -73,8 +73,10 @@ def load_library() -> Library:
         import llama_cpp
         import llama_cpp.llama_cpp as api
     except (ImportError, OSError, RuntimeError) as error:
-        remedy = "pip install 'specnb[llama]', or use NAME?backend=hf"
-        raise LoadError(f"cannot import llama_cpp ({error}): {remedy}") from error
+        raise LoadError(
+            f"cannot import llama_cpp ({error}): pip install 'specnb[llama]', or use "
+            "NAME?backend=hf"
+        ) from error
     logger = logging.getLogger("specnb.llama_cpp")
     logger.addHandler(logging.NullHandler())  # without a handler, Python writes errors to stderr
     errors = deque(maxlen=5)
@@ -120,7 +122,7 @@ def open_model(
 
 
 def open_context(
-    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int = 0
+    model: object, n_ctx: int, kv: str, threads: int, *, flash_attention: bool, planes: int
 ) -> object:
     """Create a context (llama_init_from_model) for one sequence of `n_ctx` tokens.
 
@@ -203,11 +205,10 @@ def tokenize(model: object, vocab: Vocabulary, text: str, *, special: bool) -> l
     except UnicodeEncodeError as error:
         raise InputError(f"this text cannot be tokenized ({error}): correct it") from error
     if vocab.kind in ("spm", "rwkv"):
-        unknown = [c for c in set(text) if c.encode() not in vocab.texts]
-        if missing := [
-            c for c in unknown if not vocab.texts.issuperset(bytes([b]) for b in c.encode())
-        ]:
-            raise InputError(f"this tokenizer has no token for {missing[0]!r}: remove it")
+        for character in set(text):
+            piece = character.encode()
+            if piece not in vocab.texts and not vocab.texts.issuperset(bytes([b]) for b in piece):
+                raise InputError(f"this tokenizer has no token for {character!r}: remove it")
     size = len(raw) + 8  # a token has at least one byte; BOS, EOS and a leading space may be added
     out = (api.llama_token * size)()
     n = api.llama_tokenize(
@@ -230,5 +231,6 @@ def requantize(source: Path, dest: Path, type_name: str) -> None:
     params.allow_requantize = True
     lib.errors.clear()
     if lib.api.llama_model_quantize(os.fsencode(source), os.fsencode(dest), ctypes.byref(params)):
-        reasons = lib.reasons()
-        raise LoadError(f"llama.cpp cannot requantize {source.name} to {type_name}: {reasons}")
+        raise LoadError(
+            f"llama.cpp cannot requantize {source.name} to {type_name}: {lib.reasons()}"
+        )

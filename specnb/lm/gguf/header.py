@@ -192,8 +192,10 @@ def _parse(path: Path, data: mmap.mmap) -> Header:
 
     magic, version = take("4sI")
     if magic != b"GGUF" or version not in (2, 3):
-        expected = "expected GGUF 2 or 3, little endian: download or convert the file again"
-        raise InputError(f"{path} starts with {magic!r}, version {version:#x}, {expected}")
+        raise InputError(
+            f"{path} starts with {magic!r}, version {version:#x}, expected GGUF 2 or 3, little "
+            "endian: download or convert the file again"
+        )
     n_tensors, n_keys = take("QQ")
     values = {}
     packed = {}

@@ -9,7 +9,7 @@ and because `llama_memory_seq_rm` may return True although it fails: see `PlaneR
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,14 +21,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 from pydantic import Field
 
-from specnb.errors import EngineError, InputError, MemoryShortError, RewindError, StateError
+from specnb.errors import EngineError, InputError, MemoryShortError, StateError
 from specnb.fetch import gguf_parts
 from specnb.io import size_of
 from specnb.lm.base import DEFAULT_N_CTX, Capabilities, Exact, kv_bytes
 from specnb.lm.gguf import binding
 from specnb.lm.gguf.binding import KV_TYPES, MAX_BATCH
-from specnb.lm.gguf.header import ARCHITECTURE, Header, sound_header
-from specnb.lm.probe import PROBED_WIDTHS, Certificate, certified
+from specnb.lm.gguf.header import ARCHITECTURE, sound_header
+from specnb.lm.probe import PROBED_WIDTHS, certified
 from specnb.lm.rollback import (
     AUTO,
     Engine,
@@ -115,9 +115,9 @@ class Plan:
 
     def _planes(self, model: object) -> int:
         if self.rollback == "replay":
-            remedy = "use ?backend=hf, or rollback=snapshots"
             raise InputError(
-                f"rollback=replay needs inputs that llama.cpp does not expose: {remedy}"
+                "rollback=replay needs inputs that llama.cpp does not expose: use ?backend=hf, "
+                "or rollback=snapshots"
             )
         if self.rollback not in (AUTO, "snapshots") or not is_recurrent(model):
             return 0
@@ -134,13 +134,25 @@ class GgufModel(RewindableModel):
 
     preferred = ("snapshots", "fused", "checkpoint", "recompute")
 
-    def __init__(self, model: object, context: object, *, name: str, caps: Capabilities) -> None:
+    def __init__(self, model: object, context: object, name: str, plan: Plan) -> None:
+        api = binding.load_library().api
+        dtype = file_type(model)
         self.name = name
         self.vocab = binding.read_vocabulary(model)
-        self.caps = caps
+        self.caps = Capabilities(
+            engine="llama.cpp",
+            device="gpu" if plan.gpu_layers else "cpu",
+            dtype=dtype,
+            n_ctx=plan.n_ctx,  # llama.cpp rounds the context length up
+            max_width=min(api.llama_n_batch(context), plan.n_ctx),
+            rewind_reason="it has recurrent layers, whose state cannot be cropped"
+            if is_recurrent(model)
+            else "",
+            lossless_dtype=dtype == plan.kv == "f32",
+            details={"threads": plan.counts[-1], "kv": plan.kv, "flash_attention": plan.flash},
+        )
         self._model = model
-        self._context = context
-        self._engine = LlamaEngine(name, context, self.vocab.size, width=caps.max_width)
+        self._engine = LlamaEngine(name, context, self.vocab.size, width=self.caps.max_width)
         # rerunning a notebook cell drops its model without closing it
         self._free = weakref.finalize(self, _free, context, model)
         self._free.atexit = False
@@ -180,12 +192,14 @@ class GgufModel(RewindableModel):
         path = Path(path)
         name = name or path.name
         if gpu_layers and not binding.load_library().api.llama_supports_gpu_offload():
-            reason = "this llama.cpp is built without GPU support; use gpu_layers=0"
-            raise InputError(f"gpu_layers is {gpu_layers}, but {reason}")
+            raise InputError(
+                f"gpu_layers is {gpu_layers}, but this llama.cpp is built without GPU support; "
+                "use gpu_layers=0"
+            )
         n_bytes = 0 if gpu_layers else sum(map(size_of, gguf_parts(path)))
         require_memory(n_bytes, name=name)
         # passes of a recurrent model cannot be padded, and are not probed
-        certifiable = not states_recurrence(sound_header(path)) and exact != "false"
+        recurrent = any(key.endswith(RECURRENT_KEYS) for key in sound_header(path).values)
         plan = Plan(
             n_ctx=n_ctx,
             kv=kv,
@@ -196,7 +210,7 @@ class GgufModel(RewindableModel):
             counts=[threads] if threads else thread_counts(available_cores()),
             paddings=[*PADDINGS] if exact == "true" else [""],
         )
-        if certifiable:
+        if exact != "false" and not recurrent:
             opened = cls._open(path, name, plan)
             if exact == "true" or opened.caps.same_bits_up_to:
                 return opened
@@ -223,7 +237,7 @@ class GgufModel(RewindableModel):
                 planes=planes,
             )
             undo.callback(api.llama_free, context)
-            opened = cls(model, context, name=name, caps=_capabilities(model, context, plan))
+            opened = cls(model, context, name, plan)
             undo.pop_all()  # `close` frees both
             undo.callback(opened.close)
             # 3. rollback, with the number of planes that llama.cpp created
@@ -233,45 +247,48 @@ class GgufModel(RewindableModel):
             opened._choose_rollback(recorders, plan.rollback)
             opened.caps = replace(opened.caps, rewind=opened.rollback.kind)
             # 4. certificate, and threads
-            set_threads = opened._engine.set_threads
-            any_time = False
-            if plan.paddings:
-                facts = _facts(model)
-                facts["gpu_layers"] = plan.gpu_layers
-                facts["dtype"] = opened.caps.dtype
-                facts["options"] = opened.caps.details
-                probe = partial(certified, opened, plan.counts, set_threads, past=PAST, **facts)
-                any_time = opened._certify(plan.paddings, probe)
-            opened._follow_cores(plan.counts, set_threads, any_time=any_time)
+            any_time = bool(plan.paddings) and opened._certify(plan)
+            opened._follow_cores(plan.counts, any_time=any_time)
             undo.pop_all()
         return opened
 
-    def _certify(self, paddings: Sequence[str], probe: Callable[..., Certificate]) -> bool:
-        """Select the padding that `probe` certifies for the largest width, and set `caps`.
+    def _certify(self, plan: Plan) -> bool:
+        """Select the padding of `plan` with the largest certified width, and set `caps`.
 
         Returns whether results are bit-identical for all numbers of threads.
         """
-        widest = Certificate(0, False)
-        best = paddings[0]
-        for padding in paddings:
-            self._engine.padding = PADDINGS[padding]
-            certificate = probe(padding=padding)
-            if certificate.width > widest.width:
-                widest = certificate
-                best = padding
-            if certificate.width == max(PROBED_WIDTHS):
+        engine = self._engine
+        details = self.caps.details
+        certificates = {}
+        for padding in plan.paddings:
+            engine.padding = PADDINGS[padding]
+            certificates[padding] = certified(
+                self,
+                plan.counts,
+                engine.set_threads,
+                past=PAST,
+                padding=padding,
+                gpu_layers=plan.gpu_layers,
+                dtype=self.caps.dtype,
+                options=details,
+                **_facts(self._model),
+            )
+            if certificates[padding].width == max(PROBED_WIDTHS):
                 break
-        self._engine.padding = PADDINGS[best]
-        attention = "flash attention, " if self.caps.details["flash_attention"] else ""
-        by = {"exact_by": f"{attention}weights not repacked{best}"} if widest.width else {}
-        self.caps = replace(
-            self.caps, same_bits_up_to=widest.width, details={**self.caps.details, **by}
-        )
-        return widest.any_threads
+        # of equal widths, the first padding is the cheapest
+        best = max(certificates, key=lambda padding: certificates[padding].width)
+        engine.padding = PADDINGS[best]
+        width, any_threads = certificates[best]
+        if width:
+            attention = "flash attention, " if details["flash_attention"] else ""
+            details["exact_by"] = f"{attention}weights not repacked{best}"
+        self.caps = replace(self.caps, same_bits_up_to=width)
+        return width > 0 and any_threads
 
     def encode(self, text, *, special=True):
-        self._require_open()
-        with self._engine.lock:  # so that `close` in another thread cannot free the model meanwhile
+        with (
+            self._require_open().lock
+        ):  # so that `close` in another thread cannot free the model meanwhile
             self._require_open()
             return binding.tokenize(self._model, self.vocab, text, special=special)
 
@@ -279,30 +296,13 @@ class GgufModel(RewindableModel):
         if self._engine is not None:
             self._engine.close()
         self._free()
-        self._engine = self._context = self._model = None
+        self._engine = self._model = None
 
 
 def _free(context: object, model: object) -> None:
     api = binding.load_library().api
     api.llama_free(context)
     api.llama_model_free(model)
-
-
-def _capabilities(model: object, context: object, plan: Plan) -> Capabilities:
-    """Return the capabilities of a context, without rollback and certificate."""
-    api = binding.load_library().api
-    reason = "it has recurrent layers, whose state cannot be cropped" if is_recurrent(model) else ""
-    dtype = file_type(model)
-    return Capabilities(
-        engine="llama.cpp",
-        device="gpu" if plan.gpu_layers else "cpu",
-        dtype=dtype,
-        n_ctx=plan.n_ctx,  # llama.cpp rounds the context length up
-        max_width=min(api.llama_n_batch(context), plan.n_ctx),
-        rewind_reason=reason,
-        lossless_dtype=dtype == plan.kv == "f32",
-        details={"threads": plan.counts[-1], "kv": plan.kv, "flash_attention": plan.flash},
-    )
 
 
 def _facts(model: object) -> dict[str, Any]:
@@ -312,11 +312,6 @@ def _facts(model: object) -> dict[str, Any]:
     facts = {name: getattr(api, f"llama_model_{name}")(model) for name in sizes}
     build = f"{version('llama-cpp-python')} {api.llama_print_system_info().decode()}"
     return facts | {"architecture": binding.metadata(model, ARCHITECTURE), "build": build}
-
-
-def states_recurrence(header: Header) -> bool:
-    """Return whether a header declares recurrent layers (RECURRENT_KEYS)."""
-    return any(key.endswith(RECURRENT_KEYS) for key in header.values)
 
 
 def is_recurrent(model: object) -> bool:
@@ -418,14 +413,16 @@ class LlamaEngine(Engine):
         with self.alone():
             for start in range(0, len(ids), self._width):
                 part = ids[start : start + self._width]
-                wanted = min(len(part), max(0, start + len(part) - first_row))
-                done = max(0, start - first_row)
-                self._decode(part, wanted, out[done : done + wanted])
+                rows_of_part = slice(
+                    max(0, start - first_row), max(0, start + len(part) - first_row)
+                )
+                self._decode(part, out[rows_of_part])
         return out
 
-    def _decode(self, ids: Sequence[int], n_logits: int, out: np.ndarray) -> None:
-        """Call llama_decode once, and write the logits to `out (n_logits, vocab)`."""
+    def _decode(self, ids: Sequence[int], out: np.ndarray) -> None:
+        """Call llama_decode once, and write the last logits to `out (n_logits, vocab)`."""
         n = len(ids)
+        n_logits = len(out)
         width = max(n, self.padding)
         # lm_head is padded, too; llama.cpp reuses its graph for an equal number of rows
         rows = max(width - n + n_logits, self.padding) if n_logits else 0
@@ -439,8 +436,10 @@ class LlamaEngine(Engine):
         self.last_decoded = 0
         code = self._api.llama_decode(self._context, self.batch)
         if code != 0:
-            place = f"{n} tokens of {self.name} at position {self.n_held}"
-            raise EngineError(f"llama.cpp could not decode {place}: it returned {code}")
+            raise EngineError(
+                f"llama.cpp could not decode {n} tokens of {self.name} at position {self.n_held}: "
+                f"it returned {code}"
+            )
         if n_logits:
             # copy the rows: the next call overwrites llama.cpp's buffer
             logits = np.ctypeslib.as_array(
@@ -448,9 +447,9 @@ class LlamaEngine(Engine):
             )
             end = rows - (width - n)
             out[:] = logits[end - n_logits : end]
-        self.n_held += n
-        if width > n and not self.keep(self.n_held):
-            raise RewindError(f"llama.cpp did not remove {width - n} padding tokens of {self.name}")
+        self.n_held += width
+        if width > n:
+            self.crop(width - n)  # the padding
         self.last_decoded = n
 
     def keep(self, n):
@@ -474,10 +473,10 @@ class LlamaEngine(Engine):
         with self.alone():
             size = self.state_bytes
             data = (ctypes.c_uint8 * size)()
-            if (
-                self._api.llama_state_seq_get_data_ext(self._context, data, size, 0, PARTIAL_ONLY)
-                != size
-            ):
+            n_saved = self._api.llama_state_seq_get_data_ext(
+                self._context, data, size, 0, PARTIAL_ONLY
+            )
+            if n_saved != size:
                 raise EngineError(
                     f"llama.cpp could not save the recurrent state of {self.name} ({size} bytes)"
                 )
@@ -488,14 +487,13 @@ class LlamaEngine(Engine):
         # llama.cpp does not remove them, and the next decode returns wrong logits without an error.
         with self.alone():
             size = saved.nbytes
-            if (
-                self._api.llama_state_seq_set_data_ext(
-                    self._context, saved.data, size, 0, PARTIAL_ONLY
+            n_restored = self._api.llama_state_seq_set_data_ext(
+                self._context, saved.data, size, 0, PARTIAL_ONLY
+            )
+            if n_restored != size:
+                raise EngineError(
+                    f"llama.cpp could not restore the recurrent state of {self.name} ({size} bytes)"
                 )
-                != size
-            ):
-                state = f"the recurrent state of {self.name} ({size} bytes)"
-                raise EngineError(f"llama.cpp could not restore {state}")
             self.crop(self.n_held - saved.n_tokens)
 
     def clear(self):

@@ -52,10 +52,8 @@ class FileMatrix:
         if self.kind not in LAYOUTS:
             return round_rows(self.weights(rows), self.bits)
         n_bytes, split = LAYOUTS[self.kind]
-        codes, scales, offsets = split(
-            torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes))
-        )
-        return Blocks(codes.flatten(1), scales.flatten(1), offsets.flatten(1))
+        parts = split(torch.from_numpy(self._read(rows)).unflatten(1, (-1, n_bytes)))
+        return Blocks(*(part.flatten(1) for part in parts))
 
     def weights(self, rows: slice | np.ndarray) -> Tensor:
         """Return these rows `(n, inputs)` in float32."""

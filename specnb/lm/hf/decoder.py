@@ -14,7 +14,7 @@ Symbols: n new tokens after `n_held` in the cache; L layers, D hidden size, H qu
 key/value heads, d head size, F inner size, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from functools import partial
 from typing import NamedTuple
@@ -137,12 +137,12 @@ class Call(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Logits `(keep, V)`; states `(n, D)` before and after the final norm and of tapped layers."""
+    """Logits `(keep, V)`; states `(n, D)` before and after the final norm, and by tapped layer."""
 
     logits: Tensor
     pre_norm: Tensor
     post_norm: Tensor
-    taps: list[Tensor]
+    taps: dict[int, Tensor]
 
 
 class Decoder:
@@ -152,7 +152,7 @@ class Decoder:
     int4 it is always 1.
     """
 
-    def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int = ROWS) -> None:
+    def __init__(self, net: PreTrainedModel, n_ctx: int, *, rows: int) -> None:
         config = net.config
         body = net.model
         packed = can_pack(net)
@@ -198,7 +198,7 @@ class Decoder:
         *,
         keep: int,
         tree: Tree | None = None,
-        taps: Sequence[int] = (),
+        taps: Collection[int] = (),
     ) -> Decoded:
         """Run embeddings `x (n, D)` after `n_held` tokens; return the logits of the last `keep`.
 
@@ -219,7 +219,7 @@ class Decoder:
         sin = self.sin[positions]
         attend = self._plan_attention(depths, n_held, tree, pad)
         slots = self.cache[:, :, :, n_held : n_held + n].unbind()  # of each layer (2, G, n, d)
-        states = []
+        states = {}
         # (rows, D), padded at the start with the first token
         x = torch.cat([x[:1].expand(pad, -1), x]) if pad else x
         x = x.to(self.residual)
@@ -242,7 +242,7 @@ class Decoder:
             h = self._normalize(x, block.mlp_norm)
             x = block.down.add(block.gate(h), x)  # (rows, F) -> (rows, D)
             if index in taps:
-                states.append(x[pad:].to(self.dtype))
+                states[index] = x[pad:].to(self.dtype)
         post = self._normalize(x, self.norm)
         logits = self.head(post[-max(keep, self.rows) :])[-keep:]
         return Decoded(logits, x[pad:].to(self.dtype), post[pad:], states)
@@ -279,8 +279,10 @@ class Decoder:
         # In float32, the bits of a row may depend on the number of rows. In bfloat16 they do not,
         # except that CPUs with AVX2 only use another kernel for fewer than four rows.
         size = max(ROWS, n * shared) if self.rows == 1 else call_size(shared)
-        mask = mask_call(n, n_held, shared, size, self.dtype)
-        n_keys = mask.shape[3]
+        tokens = (torch.arange(size) // shared).clamp(max=n - 1)
+        n_keys = (n_held // LANES + 1) * LANES
+        hidden = torch.arange(n_keys) > n_held + tokens[None, None, :, None]
+        mask = additive_mask(hidden, self.dtype)  # (1, 1, size, n_keys)
         queries = torch.zeros(1, G, size, d, dtype=self.dtype)
         # (n, G, shared, d)
         filled = queries[0, :, : n * shared].view(G, n, shared, d).transpose(0, 1)
@@ -369,13 +371,6 @@ def _block(layer: nn.Module, packed: bool) -> Block:
 def _product(*layers: nn.Linear, packed: bool) -> Product | Int4Product:
     in_blocks = all(isinstance(layer, BlockLinear) for layer in layers)
     return Int4Product(*layers) if in_blocks else Product(*layers, packed=packed)
-
-
-def mask_call(n: int, n_held: int, shared: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Return the mask `(1, 1, size, keys)` of `n` tokens after `n_held`, `shared` queries each."""
-    tokens = (torch.arange(size) // shared).clamp(max=n - 1)
-    hidden = torch.arange((n_held // LANES + 1) * LANES) > n_held + tokens[None, None, :, None]
-    return additive_mask(hidden, dtype)
 
 
 def additive_mask(hidden: Tensor, dtype: torch.dtype) -> Tensor:

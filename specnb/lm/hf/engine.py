@@ -31,8 +31,6 @@ from specnb.lm.tree import Tree
 States = dict[int, torch.Tensor | None]
 PREFILL_WIDTH = 512
 FIRST_ROOM = 256
-MASKED = ("eager", "sdpa")
-"""transformers' attention implementations that use a four-dimensional mask unchanged."""
 
 
 class KeptPastLayer(DynamicLayer):
@@ -42,9 +40,7 @@ class KeptPastLayer(DynamicLayer):
     rows in place, and cropping only changes the length.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._length = 0
+    _length = 0
 
     def update(self, key_states, value_states, *args, **kwargs):
         if not self.is_initialized:
@@ -154,7 +150,6 @@ def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
     """
     config = model.config.get_text_config(decoder=True)
     name = type(model).__name__
-    attention = config._attn_implementation
     if rollback != "crop":
         return f"trees need rollback=crop, but the rollback strategy of this model is {rollback}"
     if not attends_to_all(config):
@@ -167,8 +162,6 @@ def why_no_trees(model: PreTrainedModel, rollback: str) -> str:
             f"{name} takes the positions of tokens from their index in the cache, "
             "not from position_ids"
         )
-    if attention not in MASKED:
-        return f"its attention ({attention}) accepts no tree mask: use {' or '.join(MASKED)}"
     return ""
 
 
@@ -178,8 +171,10 @@ def cache_argument(model: PreTrainedModel) -> str:
     for name in ("past_key_values", "cache_params"):
         if name in parameters:
             return name
-    expected = "expected past_key_values or cache_params: use another model"
-    raise LoadError(f"{type(model).__name__} takes no cache argument, {expected}")
+    raise LoadError(
+        f"{type(model).__name__} takes no cache argument, expected past_key_values or "
+        "cache_params: use another model"
+    )
 
 
 def final_norm(net: PreTrainedModel) -> torch.nn.Module:
@@ -190,8 +185,10 @@ def final_norm(net: PreTrainedModel) -> torch.nn.Module:
         n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)
     }
     if len(norms) != 1:
-        candidates = f"{len(norms)} norms before lm_head ({', '.join(norms)})"
-        raise InputError(f"{type(net).__name__} has {candidates}, expected 1")
+        raise InputError(
+            f"{type(net).__name__} has {len(norms)} norms before lm_head ({', '.join(norms)}), "
+            "expected 1"
+        )
     (norm,) = norms.values()
     return norm
 
@@ -352,11 +349,11 @@ class DecoderEngine(TorchEngine):
         self._listeners = []
 
     def _forward(self, ids, keep, tree=None):
-        taps = sorted({layer for _, layers in self._listeners for layer in layers})
+        taps = {layer for _, layers in self._listeners for layer in layers}
         x = self.decoder.embed(torch.tensor(ids))
         out = self.decoder.decode(x, self.n_held, keep=keep, tree=tree, taps=taps)
         for receive, layers in self._listeners:
-            receive(out.pre_norm, out.post_norm, *(out.taps[taps.index(layer)] for layer in layers))
+            receive(out.pre_norm, out.post_norm, *(out.taps[layer] for layer in layers))
         self.n_held += len(ids)
         return out.logits[None]
 

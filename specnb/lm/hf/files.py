@@ -95,7 +95,7 @@ def load_network(
         "trust_remote_code": False,
     }
     folder = Path(source)
-    try:
+    with loading(source):
         config = AutoConfig.from_pretrained(**options)
         _check_memory(config, dtype, device, n_ctx, source)
         with quiet():
@@ -114,17 +114,15 @@ def load_network(
                 return model, AutoTokenizer.from_pretrained(**options)
         except InputError as error:
             raise LoadError(str(error)) from error
-    except Exception as error:
-        raise load_error(source, error) from error
 
 
 def load_int4(
     source: str,
     *,
-    device: str = "cpu",
-    n_ctx: int = 0,
-    revision: str = "main",
-    coarse: bool = False,
+    device: str,
+    n_ctx: int,
+    revision: str,
+    coarse: bool,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     """Load a GGUF file with matrices in 4- and 8-bit blocks, or round those of a folder or hub id.
 
@@ -136,7 +134,7 @@ def load_int4(
     if source.endswith(".gguf"):
         file = Path(source)
         folder = dequantize_once(file, weights=False)
-        try:
+        with loading(source):
             config = AutoConfig.from_pretrained(folder)
             n_bytes = sum(map(size_of, gguf_parts(file)))
             require_memory(
@@ -145,8 +143,6 @@ def load_int4(
             net = blocks_network(file, config, most_bits=4 if coarse else 8)
             tokenizer = AutoTokenizer.from_pretrained(folder)
             net.generation_config = GenerationConfig.from_pretrained(folder)
-        except Exception as error:
-            raise load_error(source, error) from error
     else:
         net, tokenizer = load_network(source, dtype=torch.bfloat16, n_ctx=n_ctx, revision=revision)
         int4.round_network(net, head_bits=4 if coarse else 8)
@@ -165,8 +161,10 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
     }
     architecture = next(iter(headers.values())).get(ARCHITECTURE, str)
     if architecture not in ARCHITECTURES:
-        expected = f"expected {', '.join(ARCHITECTURES)} for dtype=int4: use dtype=bfloat16"
-        raise InputError(f"got the architecture {architecture}, {expected}")
+        raise InputError(
+            f"got the architecture {architecture}, expected {', '.join(ARCHITECTURES)} for "
+            "dtype=int4: use dtype=bfloat16"
+        )
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     names = gguf_package.get_tensor_name_map(ARCHITECTURES[architecture], config.num_hidden_layers)
@@ -180,8 +178,10 @@ def blocks_network(file: Path, config: PretrainedConfig, most_bits: int = 8) -> 
         if name not in headers:
             if part == "bias":
                 return None
-            needed = f"{module} of {type(net).__name__}"
-            raise LoadError(f"{file.name} lacks {name}, expected for {needed}: convert it again")
+            raise LoadError(
+                f"{file.name} lacks {name}, expected for {module} of {type(net).__name__}: "
+                "convert it again"
+            )
         kind, data = headers[name].rows(name)
         shape = headers[name].shapes[name][::-1]
         if len(shape) == 1:  # a vector: one number per row, so that `order` applies
@@ -288,24 +288,27 @@ def tokenizer_vocabulary(
 
 def dequantize_once(gguf: Path, *, weights: bool = True) -> Path:
     """Return the cached folder of a GGUF: config, tokenizer and, if `weights`, float32 weights."""
-    suffix = f"{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
-    folder = cache_dir() / ("dequantised" if weights else "described") / f"{gguf.stem}-{suffix}"
+    folder = (
+        cache_dir()
+        / ("dequantised" if weights else "described")
+        / f"{gguf.stem}-{file_digest(gguf)[:16]}-{CONVERSION}-{version('transformers')}"
+    )
     make_once(folder, partial(dequantize, gguf, weights=weights), n_bytes=0)
     if differs := read_json(folder / DIFFERS)["tokenizer_differs_on"]:
-        why = (
-            f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from llama.cpp"
+        warnings.warn(
+            f"{gguf.name}: transformers' tokenizer splits {differs[0]!r} differently from "
+            "llama.cpp: prompts will differ between engines; pass token ids to compare them",
+            stacklevel=2,
         )
-        remedy = "prompts will differ between engines; pass token ids to compare them"
-        warnings.warn(f"{why}: {remedy}", stacklevel=2)
     return folder
 
 
-def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
+def dequantize(gguf: Path, folder: Path, *, weights: bool) -> None:
     """Write config, tokenizer and, if `weights`, float32 weights of a GGUF into `folder`.
 
     The file DIFFERS lists probe texts that the tokenizers split differently.
     """
-    try:
+    with loading(str(gguf)):
         n = sum(map(math.prod, sound_header(gguf).shapes.values()))
         source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
         if weights:
@@ -331,8 +334,6 @@ def dequantize(gguf: Path, folder: Path, *, weights: bool = True) -> None:
             for part in (model,) if weights else (model.config, model.generation_config):
                 part.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-    except Exception as error:
-        raise load_error(str(gguf), error) from error
     (folder / DIFFERS).write_text(json.dumps({"tokenizer_differs_on": differs}), encoding="utf-8")
 
 
@@ -373,19 +374,26 @@ def _checked_model(name: str, **options: Any) -> PreTrainedModel:
     if missing := sorted(report["missing_keys"]) + sorted(
         key for key, *_shapes in report["mismatched_keys"]
     ):
-        lack = f"{name!r} lacks {len(missing)} weights of its config, or their shapes differ"
-        raise LoadError(f"{lack} (first {missing[0]}): download it again, with its config.json")
+        raise LoadError(
+            f"{name!r} lacks {len(missing)} weights of its config, or their shapes differ (first "
+            f"{missing[0]}): download it again, with its config.json"
+        )
     return model
 
 
-def load_error(source: str, error: Exception) -> Exception:
-    """Convert an error of transformers, the hub or safetensors to LoadError; return ours as is."""
-    if isinstance(error, SpecnbError):
-        return error
-    reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
-    folder = "a local folder with config.json, weights and tokenizer"
-    remedy = f"Pass {folder}, a .gguf file, or the id of a model on a hub that can be reached"
-    return LoadError(f"transformers cannot load {source!r}: {reason}. {remedy}")
+@contextmanager
+def loading(source: str) -> Iterator[None]:
+    """Convert errors of transformers, the hub or safetensors to LoadError; raise ours unchanged."""
+    try:
+        yield
+    except SpecnbError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
+        raise LoadError(
+            f"transformers cannot load {source!r}: {reason}. Pass a local folder with config.json, "
+            "weights and tokenizer, a .gguf file, or the id of a model on a hub that can be reached"
+        ) from error
 
 
 @contextmanager

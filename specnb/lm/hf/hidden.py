@@ -46,8 +46,10 @@ class HiddenStates:
         check_settled(self._model)
         n_past = self._model.n_past
         if not self._start <= position < min(self._start + len(self._pre), n_past):
-            place = f"position {position} of {self._model.name}, whose state has {n_past} tokens"
-            raise StateError(f"no hidden state is held for {place}: process the token again")
+            raise StateError(
+                f"no hidden state is held for position {position} of {self._model.name}, whose "
+                f"state has {n_past} tokens: process the token again"
+            )
         row = position - self._start
         return self._pre[row], self._post[row]
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 from weakref import WeakSet
 
 import torch
@@ -22,14 +22,15 @@ from specnb.lm.base import Capabilities, Exact, TreeModel, check_path, check_tre
 from specnb.lm.hf import files as hf_files
 from specnb.lm.hf.decoder import ROWS, Decoder, refuse, with_layers
 from specnb.lm.hf.engine import DecoderEngine, TorchEngine, uncroppable, why_no_trees
+from specnb.lm.hf.hidden import HiddenStates, LayerStates
 from specnb.lm.hf.int4 import BlockLinear
 from specnb.lm.hf.product import pack
+from specnb.lm.hf.record import ActivationRecorder, StateRecorder
 from specnb.lm.probe import certified, probe_steps, probe_trees
 from specnb.lm.rollback import (
     AUTO,
     DEPTH,
     Recompute,
-    Recorder,
     RewindableModel,
     RollbackDepth,
     RollbackKind,
@@ -37,20 +38,10 @@ from specnb.lm.rollback import (
 from specnb.lm.vocab import tokenizing
 from specnb.machine import require_memory, thread_counts
 
-if TYPE_CHECKING:
-    from specnb.lm.hf.hidden import HiddenStates, LayerStates
-
 STEPS = {
     "later": "transformers ignores the state in blocks of this family: layers run token by token",
     "single": "transformers' blocks and single steps of this family differ: it runs token by token",
 }
-
-
-def _recorder(kind: str, engine: TorchEngine, depth: int) -> Recorder:
-    from specnb.lm.hf import record  # for recurrent models only
-
-    recorders = {"replay": record.ActivationRecorder, "snapshots": record.StateRecorder}
-    return recorders[kind](engine, depth)
 
 
 class HfModel(RewindableModel, TreeModel):
@@ -82,9 +73,7 @@ class HfModel(RewindableModel, TreeModel):
         reason = uncroppable(model.eval())
         n_ctx = hf_files.context(model.config, n_ctx, name)
         # 1. Run our own forward pass if it supports the model, else transformers'.
-        no_decoder = refuse(model)
-        if not no_decoder and decoder != AUTO:
-            no_decoder = "requested by the option"
+        no_decoder = refuse(model) or ("" if decoder == AUTO else "requested by the option")
         if no_decoder:
             packed = decoder == AUTO and pack(model)
             self._engine = TorchEngine(model)
@@ -118,29 +107,22 @@ class HfModel(RewindableModel, TreeModel):
             doubtful = model._is_stateful or getattr(model.config, "is_decoder", True) is False
             steps = self._engine.steps = probe_steps(self) if doubtful else "blocks"
             recorders = {
-                kind: partial(_recorder, kind, self._engine, rollback_depth)
-                for kind in ("replay", "snapshots")
+                "replay": partial(ActivationRecorder, self._engine, rollback_depth),
+                "snapshots": partial(StateRecorder, self._engine, rollback_depth),
             }
             self._choose_rollback(recorders, rollback, partial(self._require_room, rollback_depth))
         # 3. Check trees; our own forward pass supports them.
-        no_trees = (
-            (why_no_trees(model, self.rollback.kind) or probe_trees(self)) if no_decoder else ""
-        )
-        details = dict(self.caps.details)
+        no_trees = no_decoder and (why_no_trees(model, self.rollback.kind) or probe_trees(self))
         if steps in STEPS:
-            details["steps"] = STEPS[steps]
+            self.caps.details["steps"] = STEPS[steps]
         self.caps = replace(
-            self.caps,
-            rewind=self.rollback.kind,
-            details=details,
-            trees=not no_trees,
-            trees_reason=no_trees,
+            self.caps, rewind=self.rollback.kind, trees=not no_trees, trees_reason=no_trees
         )
         # 4. Certify equal bits, and let the number of threads follow the free cores.
         most = torch.get_num_threads()
         counts = thread_counts(most) if follow_cores and model.device.type == "cpu" else [most]
         any_time = not no_decoder and exact != "false" and self._certify(counts)
-        self._follow_cores(counts, self._engine.set_threads, any_time=any_time)
+        self._follow_cores(counts, any_time=any_time)
 
     @classmethod
     def open(
@@ -223,13 +205,11 @@ class HfModel(RewindableModel, TreeModel):
     @property
     def network(self) -> PreTrainedModel:
         """The torch model. Run it only while this model's state is empty."""
-        self._require_open()
-        return self._engine.model
+        return self._require_open().model
 
     def own_threads(self) -> AbstractContextManager[None]:
         """Use this model's number of torch threads in a block, for drafters that use its states."""
-        self._require_open()
-        return self._engine.threads()
+        return self._require_open().threads()
 
     def keep_blocks(self, blocks: Sequence[int]) -> "HfModel":
         """Return a model of these decoder blocks, with shared weights and a separate state.
@@ -241,29 +221,25 @@ class HfModel(RewindableModel, TreeModel):
         if reason := refuse(net):
             raise InputError(f"cannot skip blocks of {self.name}: {reason}")
         if not chosen or chosen[0] < 0 or chosen[-1] >= len(net.model.layers):
-            expected = f"expected 0 to {len(net.model.layers) - 1}"
-            raise InputError(f"got blocks {list(blocks)} of {self.name}, {expected}")
+            raise InputError(
+                f"got blocks {list(blocks)} of {self.name}, expected 0 to "
+                f"{len(net.model.layers) - 1}"
+            )
         part = with_layers(net, [net.model.layers[i] for i in chosen])
         name = f"{len(chosen)} of {len(net.model.layers)} blocks"
         return HfModel(part, self._tokenizer, name=name, n_ctx=self.caps.n_ctx)
 
-    def watch_hidden(self) -> "HiddenStates":
+    def watch_hidden(self) -> HiddenStates:
         """Return the states before and after the final norm, updated by each forward pass.
 
         Raises InputError if the final norm cannot be identified.
         """
-        from specnb.lm.hf.hidden import HiddenStates  # for heads only
-
-        self._require_open()
-        self._hidden = self._hidden or HiddenStates(self._engine, self)
+        self._hidden = self._hidden or HiddenStates(self._require_open(), self)
         return self._hidden
 
-    def watch_layers(self, layers: Sequence[int]) -> "LayerStates":
+    def watch_layers(self, layers: Sequence[int]) -> LayerStates:
         """Collect the outputs of `layers`, numbered from 0, from the next pass until `close`."""
-        from specnb.lm.hf.hidden import LayerStates  # for heads only
-
-        self._require_open()
-        states = LayerStates(self._engine, layers, self.caps.n_ctx)
+        states = LayerStates(self._require_open(), layers, self.caps.n_ctx)
         self._layer_states.add(states)
         return states
 
@@ -273,13 +249,13 @@ class HfModel(RewindableModel, TreeModel):
         Returns a function that removes the hook. Raises InputError if the norm cannot be
         identified.
         """
-        self._require_open()
-        return self._engine.listen(receive)
+        return self._require_open().listen(receive)
 
     def encode(self, text, *, special=True):
         if self._tokenizer is None:
-            remedy = "add it to the folder, or pass token ids"
-            raise InputError(f"{self.name} has no tokenizer: {remedy}")
+            raise InputError(
+                f"{self.name} has no tokenizer: add it to the folder, or pass token ids"
+            )
         with tokenizing(text):
             return self._tokenizer(
                 text, add_special_tokens=special, split_special_tokens=not special
@@ -293,8 +269,7 @@ class HfModel(RewindableModel, TreeModel):
         self._engine = self.rollback = self._hidden = None
 
     def locate_nonfinite(self, ids):
-        self._require_open()
-        return self._engine.first_nonfinite(ids)
+        return self._require_open().first_nonfinite(ids)
 
     def _certify(self, counts: Sequence[int]) -> bool:
         """Certify the largest width with equal bits, once per set of layer shapes, and set `caps`.
@@ -316,16 +291,12 @@ class HfModel(RewindableModel, TreeModel):
             )
         finally:
             engine.decoder = decoder
-        rule = (
-            {"exact_by": f"packed weights, at least {ROWS} rows"}
-            if self.caps.details["packed"]
-            else {}
-        )
+        details = self.caps.details
         if decoder.rows == 1:
-            rule = {"exact_by": "the int4 kernel"}
-        self.caps = replace(
-            self.caps, same_bits_up_to=certificate.width, details=self.caps.details | rule
-        )
+            details["exact_by"] = "the int4 kernel"
+        elif details["packed"]:
+            details["exact_by"] = f"packed weights, at least {ROWS} rows"
+        self.caps = replace(self.caps, same_bits_up_to=certificate.width)
         return certificate.any_threads
 
     def _require_room(self, depth: int, kind: str) -> None:

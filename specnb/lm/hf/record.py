@@ -59,8 +59,10 @@ class TorchRecorder(Recorder):
         mixers = filter(_is_mixer, engine.model.modules())
         self._mixers = {mixer.layer_idx: mixer for mixer in mixers}
         if any("forward" in vars(mixer) for mixer in self._mixers.values()):
-            remedy = "close the other model that runs it, or copy it"
-            raise InputError(f"this torch model already has a recorder: {remedy}")
+            raise InputError(
+                "this torch model already has a recorder: close the other model that runs it, or "
+                "copy it"
+            )
         self._install()
 
     @property
@@ -124,8 +126,10 @@ class ActivationRecorder(TorchRecorder):
 
     def _install(self) -> None:
         if self._engine.steps != "blocks":
-            reason = "this family runs token by token, which replay does not support"
-            raise InputError(f"{reason}: use rollback=snapshots")
+            raise InputError(
+                "this family runs token by token, which replay does not support: use "
+                "rollback=snapshots"
+            )
         self._inputs = defaultdict(list)
         self._options = {}
         self._replays = {}
@@ -187,7 +191,7 @@ class ActivationRecorder(TorchRecorder):
 
     def _record(self, index: int, inputs: Inputs) -> None:
         if self.recording:
-            self._inputs[index].append(type(inputs)(*(tensor.clone() for tensor in inputs)))
+            self._inputs[index].append(inputs._make(tensor.clone() for tensor in inputs))
 
     def _recorded(self) -> Sequence[torch.Tensor]:
         return [tensor for calls in self._inputs.values() for call in calls for tensor in call]
@@ -258,8 +262,9 @@ def _recurrence(mixer: torch.nn.Module) -> str:
     names = _called_names(mixer)
     recurrence = next((block for block in DELTA_RULES | SCANS if block in names), "")
     if not recurrence and "update_recurrent_state" in names:
-        reason = "has no recurrence that can be replayed: use rollback=snapshots"
-        raise InputError(f"{type(mixer).__name__} {reason}")
+        raise InputError(
+            f"{type(mixer).__name__} has no recurrence that can be replayed: use rollback=snapshots"
+        )
     return recurrence
 
 
@@ -281,4 +286,4 @@ def _rebind(mixer: torch.nn.Module, functions: Mapping[str, Callable]) -> None:
 
 def _first(calls: Sequence[Inputs], n: int) -> Inputs:
     """Return the concatenated inputs of the first `n` tokens of several calls."""
-    return type(calls[0])(*(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True)))
+    return calls[0]._make(torch.cat(parts, dim=1)[:, :n] for parts in zip(*calls, strict=True))
