@@ -355,9 +355,9 @@ def ablate(
 # --- Figures of notebook 05: faults, trees, acceptance, speed, training progress ---
 
 FINGERPRINT = {
-    "alpha_1": "first draft token accepted (alpha_1)",
-    "right_normed_once": "first head right, if the norm is applied once",
-    "copies": "heads predict the target's own next token",
+    "right": "first head right",
+    "right_normed_once": "first head right, given the correct state (normed once)",
+    "copies": "heads predict the target's next token",
 }
 """Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
 FEW = 10
@@ -438,7 +438,7 @@ def draw_alpha(table: pd.DataFrame) -> go.Figure:
     return dress(
         figure,
         "alpha",
-        title_text=f"Acceptance rates along a chain of draft tokens; of the first: {first}",
+        title_text=f"First token of a chain of draft tokens accepted: {first}",
     )
 
 
@@ -463,12 +463,8 @@ def draw_trees(table: pd.DataFrame, trees: Mapping[str, Sequence[TimedTree]]) ->
     figure.add_traces(lines.data, rows=1, cols=1)
     drafted = rows[rows["nodes"] != "0"].sort_values("predicted_speedup")
     best = drafted.drop_duplicates("kind", keep="last")
-    sizes = ", ".join(
-        best["label"]
-        + " "
-        + best["nodes"]
-        + best["predicted_speedup"].map(" ({:.2f} times)".format)
-    )
+    speeds = best["predicted_speedup"].map(" ({:.2f} times)".format)
+    sizes = ", ".join(best["nodes"] + " for " + best["label"] + speeds)
     order = [*map(str, sorted(table["nodes"].unique()))]
     title = f"Draft tokens in the fastest tree (predicted): {sizes}"
     dress(figure, "tree_sizes", title_text=title, xaxis_categoryarray=order)
