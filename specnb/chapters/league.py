@@ -219,13 +219,14 @@ def draw_region(record: RunRecord) -> go.Figure:
     )
     for place in places.itertuples():
         right = (places["c"] - place.c).between(0, 0.15, inclusive="right")
-        is_taken = (right & (places["alpha_1"] - place.alpha_1).abs().lt(0.04)).any()
-        side = 1 if place.alpha_1 > np.interp(place.c, c, needed) else -1
-        look = STYLE["mark"] | ({"yshift": 14 * side} if is_taken else {})
+        above = (places["alpha_1"] - place.alpha_1)[right]
+        beside = above[above.abs() < 0.04]
+        shift = 0 if beside.empty else (-14 if beside.max() > 0.01 else 14)
+        look = STYLE["mark"] | {"yshift": shift}
         figure.add_annotation(x=place.c, y=place.alpha_1, text=place.name, **look)
-    above = points["alpha_1"] > np.interp(points["c"], c, needed)
+    pays = points["alpha_1"] > np.interp(points["c"], c, needed)
     title = (
-        f"At K = 1, {above.sum()} of {len(points)} drafters have an acceptance rate "
+        f"At K = 1, {pays.sum()} of {len(points)} drafters have an acceptance rate "
         "above the break-even<br>over plain decoding in the same engine"
     )
     return dress(figure, "break_even", title_text=title)
