@@ -10,7 +10,6 @@ upstream's defaults. Takes ten minutes on two cores.
 """
 
 from functools import partial
-from pathlib import Path
 
 import pandas as pd
 import xllamacpp as upstream
@@ -20,7 +19,7 @@ from specnb.decode.generate import prompt_ids
 from specnb.draft.lookup import LookupDrafter
 from specnb.lm.files import parse, prepare
 from specnb.measure.bench import interleaved, tabulate_speeds
-from tests.benchmarks.record import write_record
+from tests.benchmarks.record import arguments, write_record
 
 TARGET, DRAFT = "smollm2-135m:f16", "smollm2-135m:q4_0"
 CONTENTS = ("code", "edit", "prose")
@@ -30,7 +29,6 @@ TOKENS = 64
 N_CTX = 1024
 MATCH = 3
 """Tokens that ngram-simple matches; its default, 12, finds almost nothing here."""
-RECORD = Path(__file__).with_suffix(".json")
 
 
 def open_server(target, draft, kind, k, threads=2):
@@ -82,6 +80,7 @@ def compare_pairs(runs, pairs):
 
 
 def main():
+    given = arguments(__doc__, __file__).parse_args()
     target = load(TARGET, n_ctx=N_CTX)
     draft = load_drafter(DRAFT, target).drafter
     ours = partial(generate, target, max_new_tokens=TOKENS)
@@ -108,7 +107,7 @@ def main():
         "upstream": upstream.BUILD_INFO,
     }
     every = [prompt for of in chosen.values() for prompt in of]
-    write_record(RECORD, settings | {"rows": pd.concat(tables).to_dict("records")}, every)
+    write_record(given.out, settings | {"rows": pd.concat(tables).to_dict("records")}, every)
 
 
 if __name__ == "__main__":

@@ -6,20 +6,17 @@ For each pair: bytes of both files, T(1) of the target, c, T(5)/T(1), and each K
 with plain decoding of the same weights, with its acceptance rate and the rate it would need to pay.
 """
 
-from pathlib import Path
-
 from specnb.draft.load import open_pair
 from specnb.lm.files import zoo_file
 from specnb.measure.bench import time_pairs
 from specnb.prompts import prompts
-from tests.benchmarks.record import write_record
+from tests.benchmarks.record import arguments, write_record
 
 PAIRS = (("q8_0", "q4_0"), ("q6_k", "q4_0"), ("q4_0", "q2_k"))
 CONTENTS = ("code", "edit", "prose")
 N_PROMPTS = 2
 N_TOKENS = 48
 KS = (2, 4, 8)
-RECORD = Path(__file__).with_suffix(".json")
 
 
 def time_quants(target_type, draft_type):
@@ -44,6 +41,7 @@ def time_quants(target_type, draft_type):
 
 
 def main():
+    given = arguments(__doc__, __file__).parse_args()
     rows = [row for pair in PAIRS for row in time_quants(*pair)]
     for row in rows:
         ends = f"{row['speedup']:.2f} of plain here"
@@ -54,7 +52,7 @@ def main():
             row["method"],
             ends,
         )
-    write_record(RECORD, {"rows": rows})
+    write_record(given.out, {"rows": rows})
 
 
 if __name__ == "__main__":
