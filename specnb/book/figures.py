@@ -48,7 +48,6 @@ def speedup_over_k(
         "facet_col": panel,
         "facet_col_wrap": columns,
         "hover_data": {"at": False, "k": True},
-        "render_mode": "svg",  # plotly draws many points with WebGL, which lacks our dashes
     }
     figure = px.line(drawn, **axes, **looks(line, names), **(error_bars(drawn) if few else {}))
     figure.update_traces(mode="lines+markers" if few else "lines")

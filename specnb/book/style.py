@@ -56,6 +56,7 @@ def looks(
         for key in ("color_discrete", *by)
     }
     shared = {"color": column, "category_orders": {column: names}, "template": template()}
+    shared["render_mode"] = "svg"  # plotly draws many points with WebGL, which lacks our dashes
     return shared | dict.fromkeys(by, column) | maps
 
 
@@ -73,12 +74,13 @@ def dress(figure: go.Figure, name: str, **layout: Any) -> go.Figure:
 def dots(rows: pd.DataFrame, *, x: str, y: str, by: str, **options: Any) -> go.Figure:
     """Draw a dot plot: one mark per row, with groups (`by`) dodged vertically.
 
-    `options` of plotly express are `error_bars` on the axis x, and panels.
+    `options` of plotly express are `error_bars` on the axis x, and panels, which are named.
     """
     look = looks(by, rows[by], by=["symbol"])
     figure = px.scatter(rows, x=x, y=y, orientation="h", **look, **options)
     figure.update_traces(marker_size=9)
     figure.update_yaxes(autorange="reversed", automargin=True, title_text="")
+    name_panels(figure)
     return figure.update_layout(scattermode="group", scattergap=0.3)
 
 

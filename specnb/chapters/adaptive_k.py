@@ -548,7 +548,6 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     figure = dots(rows, x="worst", y="controller", by="drafter", **panels, **bars)
     order = [label(policy) for policy in least.sort_values(ascending=False).index]
     figure.update_yaxes(categoryorder="array", categoryarray=order)
-    figure.for_each_annotation(lambda note: note.update(text=note.text.partition("=")[2]))
     figure = dress(figure, "worst_by_machine", title_text=title)
     return figure.update_xaxes(title_text="", row=2)  # counted from the bottom
 

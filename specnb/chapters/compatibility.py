@@ -75,8 +75,7 @@ def run_trial(params: CompatibilityParams, *, progress: Progress = silent) -> Ru
         target = study.target = study.opened(load(params.target))
         models = {
             name: study.opened(load(name))
-            for name in (params.draft_model, *names)
-            if name not in families
+            for name in (params.draft_model, *(name for name in names if name not in families))
         }
         study.drafters = [*map(ModelDrafter, models.values())]
         curve, c = verify_costs(target, study.drafters, params.k, quick=True)

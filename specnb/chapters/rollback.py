@@ -452,7 +452,6 @@ def draw_strategies(table: pd.DataFrame) -> go.Figure:
         height=140 + 250 * rows["acceptance"].nunique(),
         **error_bars(rows, axis="x"),
     )
-    name_panels(figure)
     figure.update_yaxes(categoryarray=[*order.drop(CONTROL, errors="ignore"), CONTROL])
     title = (
         f"Live speedup of {readable(rows['target'].max())} over plain decoding, "

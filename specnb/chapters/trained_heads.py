@@ -19,7 +19,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
-from specnb.book.style import COLORS, dots, dress, error_bars, looks, name_panels, readable
+from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
 from specnb.book.tables import NOTHING
 from specnb.decode.generate import generate
 from specnb.errors import InputError
@@ -232,7 +232,7 @@ def choose_prompts(
 
     At least FEWEST prompts are judged. Raises InputError if a category has too few for both.
     """
-    groups = [prompts(category, source=source) for category in categories]
+    groups = [prompts(category, source=source) for category in dict.fromkeys(categories)]
     judged = -(-FEWEST // len(groups))
     for of in groups:
         if timed + judged > len(of):
@@ -402,7 +402,6 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
     figure = dots(
         rows, x="speedup", y="category", by="kind", facet_col="ratio", **error_bars(rows, axis="x")
     )
-    name_panels(figure)
     whole = table[table["category"] == ALL]
     speeds = ", ".join(whole["kind"].map(readable) + whole["over_fastest"].map(" {:.2f}".format))
     return dress(

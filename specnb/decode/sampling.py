@@ -49,7 +49,9 @@ class Sampling:
         """
         best = argmax(logits)
         if self.greedy:
-            return np.eye(1, len(logits), best)[0]
+            row = np.zeros(len(logits))
+            row[best] = 1.0
+            return row
         row = logits.astype(np.float64)
         row -= row[best]
         row /= self.temperature

@@ -5,7 +5,7 @@ T(n)/T(1) rises, the less speculation pays.
 """
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -245,17 +245,17 @@ def time_passes(
             break
         for index in rng.permutation(len(passes)).tolist():
             model, n = passes[index]
-            fed = ids[context : context + n]
+            fed = [ids[context : context + n]]
+            run = model.forward
+            undo = partial(model.rewind, n)
+            if trees and n > 1:
+                fed.append(Tree((COMMITTED, *[0] * (n - 1))))
+                run = model.forward_tree
+                undo = partial(model.keep_path, [])
             start_s = perf_counter()
-            if trees and n > 1:
-                model.forward_tree(fed, Tree((COMMITTED, *[0] * (n - 1))))
-            else:
-                model.forward(fed)
+            run(*fed)
             pass_s = perf_counter() - start_s
-            if trees and n > 1:
-                model.keep_path([])
-            else:
-                model.rewind(n)
+            undo()
             if repeat >= 0 or quick:
                 samples[index].append(pass_s)
     # 3. Summarize.

@@ -1,12 +1,11 @@
 """Shared by the benchmarks: arguments, prompts, and the records that they write."""
 
-import json
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import torch
 
-from specnb.io import plain, read_json, write_atomic
+from specnb.io import plain, read_json, write_json
 from specnb.machine import cpu_facts
 from specnb.prompts import digest_prompts, prompts
 from specnb.provenance import provenance
@@ -62,4 +61,4 @@ def _facts(chosen):
 
 
 def _write(path, document):
-    write_atomic(path, f"{json.dumps(plain(document, nan=None), indent=1)}\n".encode())
+    write_json(path, plain(document, nan=None))

@@ -149,7 +149,7 @@ def test_the_caption_names_run_models_machine_and_warnings():
     assert all(word in caption for word in ("1 of 2 generations", "lossy", "failed"))
     models = [{"role": "target", "id": "model.gguf"}, {"role": "drafter", "id": "small.gguf"}]
     here = HERE | {"models": models, "gpu": [{"name": "Some GPU"}], "extra": {}}
-    caption = caption_of("T", record_of(provenance=here, params={"target": "/home/me/model.gguf"}))
+    caption = caption_of("T", record_of(provenance=here, params={"target": "model.gguf"}))
     assert caption.endswith(", model.gguf with small.gguf, on Some CPU (2 cores) and Some GPU.")
 
 

@@ -259,6 +259,7 @@ class GgufModel(RewindableModel):
         """
         engine = self._engine
         details = self.caps.details
+        facts = _facts(self._model)
         certificates = {}
         for padding in plan.paddings:
             engine.padding = PADDINGS[padding]
@@ -271,7 +272,7 @@ class GgufModel(RewindableModel):
                 gpu_layers=plan.gpu_layers,
                 dtype=self.caps.dtype,
                 options=details,
-                **_facts(self._model),
+                **facts,
             )
             if certificates[padding].width == max(PROBED_WIDTHS):
                 break
@@ -286,9 +287,8 @@ class GgufModel(RewindableModel):
         return width > 0 and any_threads
 
     def encode(self, text, *, special=True):
-        with (
-            self._require_open().lock
-        ):  # so that `close` in another thread cannot free the model meanwhile
+        # the lock: so that `close` in another thread cannot free the model meanwhile
+        with self._require_open().lock:
             self._require_open()
             return binding.tokenize(self._model, self.vocab, text, special=special)
 

@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from specnb.book.publish import publish
-from specnb.book.style import dots, error_bars, name_panels, template
+from specnb.book.style import dots, error_bars, template
 from specnb.io import project_dir, read_json
 from specnb.records import RunRecord
 from specnb.store import save
@@ -51,7 +51,6 @@ def score_figure(document: dict) -> go.Figure:
     bars = error_bars(rows, "share", "x")
     panels = {"facet_col": "panel", "facet_col_spacing": 0.05}
     figure = dots(rows, x="share", y="method", by="reference", **panels, **bars)
-    name_panels(figure)
     figure.update_xaxes(range=[-0.02, 1.02], tickformat=".0%", title_text="share of runs")
     found = table.set_index("tool").loc[LAB]
     title = (

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from specnb.divergence.pair import DTYPES, SHAPES
-from specnb.io import write_atomic
+from specnb.io import write_json
 from specnb.measure.experiment import Progress, silent
 from specnb.provenance import provenance
 from tests.benchmarks.divergence_score import rows
@@ -82,9 +82,7 @@ class Score:
     def save(self, path: Path) -> None:
         """Write all rows as one parquet file, and the tables next to it as JSON."""
         self.rows.to_parquet(path, index=False)
-        write_atomic(
-            path.with_suffix(".json"), (json.dumps(self.document(), indent=1) + "\n").encode()
-        )
+        write_json(path.with_suffix(".json"), self.document())
 
     def _of_lab(self, kind: str) -> pd.DataFrame:
         return self.rows[(self.rows["kind"] == kind) & (self.rows["tool"] == LAB)]
