@@ -24,10 +24,15 @@ COLUMNS = 106
 WIDTH = 960
 LINE = 20
 LEFT = 16
+KEY = (
+    '<tspan class="accepted">accepted draft tokens</tspan>, '
+    '<tspan class="correction">the target\'s own</tspan> after a draft'
+)
 FATE = {ACCEPTED: "accepted", CORRECTION: "correction", BONUS: "bonus"}
 STYLE = """
 text { font: 14px "DejaVu Sans Mono", Menlo, Consolas, monospace; fill: #222; white-space: pre; }
-.name, .end { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
+.name, .end, .key { font: bold 15px "DejaVu Sans", Arial, sans-serif; }
+.key { font-size: 13px; font-weight: normal; text-anchor: end; }
 .accepted { fill: #00734f; } .correction, .bonus { fill: #b34700; font-weight: bold; } \
 .bonus { fill: #8a6d00; }
 rect { fill: #fff; } .bar { fill: #0072b2; }
@@ -66,6 +71,8 @@ def publish_lanes(record: RunRecord, vocab: Vocabulary, name: str) -> Lanes:
         parts.append(
             f'<text class="name" x="{LEFT}" y="{top + 26}">{escape(f"{title}: {rate}")}</text>'
         )
+        if generation is drafted:
+            parts.append(f'<text class="key" x="{WIDTH - LEFT}" y="{top + 26}">{KEY}</text>')
         lines = list(_lines(generation, vocab))
         for row, spans in enumerate(lines):
             parts.append(f'<text x="{LEFT}" y="{top + 60 + LINE * row}">{"".join(spans)}</text>')

@@ -199,7 +199,7 @@ def start(kind: type[NotebookParams], cell: Mapping[str, Any]) -> NotebookParams
 def try_once(model: "LanguageModel", params: StartParams, drafter: str) -> "RunRecord":
     """Run the prompt of `params` and others of its category, plain and speculative, interleaved."""
     from specnb.decode.generate import generate
-    from specnb.measure.baseline import time_baseline
+    from specnb.measure.baseline import BaselineTimer
     from specnb.measure.bench import interleaved
     from specnb.measure.experiment import Experiment
     from specnb.prompts import prompts
@@ -212,9 +212,9 @@ def try_once(model: "LanguageModel", params: StartParams, drafter: str) -> "RunR
     settings = params.model_dump(include={"temperature", "max_new_tokens", "seed"})
     plain = partial(generate, model, **settings)
     methods = {"plain": plain, "drafted": partial(plain, drafter=drafter, k=params.k)}
-    runs = sorted(
-        interleaved(methods, chosen), key=lambda run: (run.prompt, run.method == "drafted")
-    )
+    with BaselineTimer(model) as timer:
+        runs = list(interleaved(methods, chosen, timer=timer))
+        study.measured["baseline"] = timer.baseline().model_dump()
+    runs.sort(key=lambda run: (run.prompt, run.method == "drafted"))
     study.generations += [run.generation for run in runs]
-    study.measured["baseline"] = time_baseline(model, chosen[:5]).model_dump()
     return study.record()

@@ -375,7 +375,7 @@ def draw_live(table: pd.DataFrame) -> go.Figure:
     figure.add_vline(best["over_fastest"] / best["speedup"], line_dash="dot")
     axis = (
         "live speed (fastest plain decoding of the same weights = 1)<br>"
-        "dotted: plain decoding in the same engine"
+        "dotted: plain decoding of the same target"
     )
     return dress(figure, "worst", title_text=title, xaxis_title_text=axis)
 

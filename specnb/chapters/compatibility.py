@@ -232,7 +232,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         template=template(),
         **error_bars(drawn, "acceptance_rate"),
     ).update_traces(
-        name="measured; 95 % interval, tokens independent",
+        name="measured; 95 % interval, tokens taken as independent",
         marker_size=11,
         showlegend=True,
         textposition="middle right",
@@ -246,7 +246,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         marker_symbol="circle-open",
         marker_size=17,
         marker_color="#444",
-        name="predicted from the first row",
+        name="predicted from its own vocabulary's run",
     )
     ends = [drawn["text_shared"].min() - 0.01, 1.0099]
     needed = trial["rate_needed"].iloc[0]

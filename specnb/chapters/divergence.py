@@ -306,18 +306,19 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     if wrong.any():
         first = table.loc[wrong.idxmax()]
         title = (
-            f"First wrong module in {setup.id} ({setup.says}): "
-            f"std off by {first['std']:.1%}, values by {first['relative_l2']:.0%}"
+            f"Output statistics hide the fault: at the first wrong module in {setup.id},<br>"
+            f"the standard deviation is off by {first['std']:.1%}, the values by "
+            f"{first['relative_l2']:.0%}"
         )
     lines = table[["std", "relative_l2"]].set_axis(
-        ["standard deviation: |ratio - 1|", "relative L2 error"], axis=1
+        ["output's standard deviation, |ratio - 1|", "output, relative L2"], axis=1
     )
     text = _named(table["module"])
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     for name, part, color in (  # markers only: modules' own errors are independent
-        ("worst token's own error, right module", ~wrong, "#888"),
-        ("worst token's own error, wrong module", wrong, WRONG),
+        ("own error on its inputs: correct module", ~wrong, "#888"),
+        ("own error: wrong module", wrong, WRONG),
     ):
         figure.add_scatter(
             y=table["by_itself"].where(part).clip(lower=LEAST),

@@ -480,6 +480,6 @@ def draw_tree_times(table: pd.DataFrame) -> go.Figure:
     gains = (table["chains_ms"] / table["solve_ms"])[table["paths"] > 1]
     title = (
         f"One solve for a tree with branches: {gains.min():.1f} to {gains.max():.1f} times as fast "
-        "as one per path<br>one layer with the shapes of Qwen3-Next-80B"
+        "as one per path<br>PyTorch, one layer with the shapes of Qwen3-Next-80B"
     )
     return dress(figure, "trees", title_text=title)

@@ -28,6 +28,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.tree import COMMITTED
 from specnb.machine import Neighbours
+from specnb.measure.baseline import BaselineTimer
 from specnb.measure.bench import Timed, interleaved, tabulate_speeds
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
@@ -155,9 +156,9 @@ class HeadsStudy(Experiment):
     def time(self, progress: Progress = silent) -> pd.DataFrame:
         """Time plain decoding and both kinds of heads with their fastest trees, interleaved.
 
-        One row per kind and category. Columns: kind, those of `tabulate_by_category` and
-        `Baseline.over`, predicted_speedup (over plain decoding in the same engine), predicted_tau,
-        busy.
+        The record's `baseline` is timed with them. One row per kind and category. Columns: kind,
+        those of `tabulate_by_category` and `Baseline.over`, predicted_speedup (over plain decoding
+        in the same engine), predicted_tau, busy.
         """
         # 1. Run all methods on each prompt.
         decode = partial(
@@ -169,7 +170,11 @@ class HeadsStudy(Experiment):
             drafter = HeadsDrafter(self.target, heads, plan)
             methods[kind] = partial(decode, drafter=drafter, k=len(plan))
         neighbours = Neighbours()
-        runs = [*interleaved(methods, self.timed, progress=progress)]
+        with BaselineTimer(self.target) as timer:
+            timed = interleaved(methods, self.timed, timer=timer, progress=progress)
+            runs = [run.without_prefill() for run in timed]
+            baseline = timer.baseline()
+        self.measured["baseline"] = baseline.model_dump()
         busy = neighbours.during(self.target.caps, [run.generation for run in runs]).busy
         # 2. Compare each kind with plain decoding, and with its prediction.
         categories = [prompt.category for prompt in self.timed]
@@ -177,7 +182,7 @@ class HeadsStudy(Experiment):
         for kind in KINDS:
             best = self.fastest(kind)
             predicted = best.tokens_per_s / self.trees[kind][0].tokens_per_s
-            speeds = self.reference.baseline.over(tabulate_by_category(runs, categories, kind))
+            speeds = baseline.over(tabulate_by_category(runs, categories, kind))
             tables.append(
                 speeds.assign(predicted_speedup=predicted, predicted_tau=best.tokens, busy=busy)
             )
@@ -355,9 +360,9 @@ def ablate(
 # --- Figures of notebook 05: faults, trees, acceptance, speed, training progress ---
 
 FINGERPRINT = {
-    "right": "first head right",
-    "right_normed_once": "first head right, given the correct state (normed once)",
-    "copies": "heads predict the target's next token",
+    "right": "first head right (should be high)",
+    "right_normed_once": "the same, given the correct state (normed once)",
+    "copies": "heads repeat the target's next token (should be low)",
 }
 """Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
 FEW = 10
@@ -379,9 +384,9 @@ BATCH, HELD_OUT = "training batch", "held-out"
 
 def draw_faults(table: pd.DataFrame) -> go.Figure:
     """Draw FINGERPRINT's columns for each planted fault, in percent; labels list failed gates."""
-    failed = table["failed"].replace("", "none")
+    failed = ("fails " + table["failed"]).replace("fails ", "passes every gate")
     shares = 100 * table[[*FINGERPRINT]].astype(float).rename(columns=FINGERPRINT)
-    shares["planted"] = "<b>" + table["planted"] + "</b><br>failed gates: " + failed
+    shares["planted"] = "<b>" + table["planted"] + "</b><br>" + failed
     rows = shares.melt("planted", var_name="share", value_name="percent")
     title = (
         f"{table['agree'].sum()} of {len(table)} planted faults and controls "

@@ -416,7 +416,7 @@ def _ranges(ids: Sequence[int]) -> Iterator[str]:
 SAME_PRE = {"deepseek-r1-qwen": "qwen2"}
 """Names that llama.cpp reads as one pre-tokenizer (LLAMA_VOCAB_PRE_TYPE_QWEN2)."""
 
-NEVER_DRAFTED = "ids that only one of them has are never drafted"
+NEVER_DRAFTED = "tokens that only one of them has are never drafted"
 FIELDS = read_toml(Path(__file__).with_name("fields.toml"))
 """Topic, severity and remedy, by field name."""
 

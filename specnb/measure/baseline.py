@@ -8,7 +8,7 @@ file is therefore a baseline for all forms.
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from math import log
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from pydantic import BaseModel, Field
@@ -36,10 +36,9 @@ class Baseline(BaseModel, frozen=True):
 
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
     not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0
-    for fewer than FEWEST prompts. `live_tokens_per_s` is the speed of plain decoding in the opened
-    engine during the experiment, which began after the baseline was timed; it is computed from the
-    experiment's generations, so records do not have it. Older records have no baseline: their share
-    is 1.
+    for fewer than FEWEST prompts. `live_tokens_per_s` is the speed of the experiment's own plain
+    runs in the opened engine; it is computed from its generations, so records do not have it. Older
+    records have no baseline: their share is 1.
     """
 
     baseline_engine: str | None = None
@@ -82,22 +81,22 @@ class Baseline(BaseModel, frozen=True):
         line = f"Fastest plain decoding of these weights: {self.baseline_engine}, "
         line += f"{self.baseline_tokens_per_s:.1f} tokens/s"
         if self.share < 1:
-            line += f"; in the engine of the target: {self.plain_tokens_per_s:.1f} tokens/s"
+            line += f"; this target: {self.plain_tokens_per_s:.1f} tokens/s"
         return " ".join(filter(None, [f"{line}.", self.drift, self.baseline_note]))
 
     @property
     def drift(self) -> str:
-        """A warning if plain decoding had another speed during the experiment, or an empty string.
+        """A warning if the experiment's plain runs had another speed, or an empty string.
 
-        Then `over_fastest` compares different states of the machine.
+        Then the two compare different states of the machine.
         """
         live = self.live_tokens_per_s or self.plain_tokens_per_s
         change = round(live, 1) / round(self.plain_tokens_per_s, 1) - 1  # of the printed speeds
         if abs(change) <= AGREES:
             return ""
         return (
-            f"During the experiment, plain decoding had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}. If this did not affect both engines equally, "
+            f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
+            f"{'more' if change > 0 else 'less'}. If the baseline did not change alike, "
             "over_fastest is off by up to as much, beyond its interval."
         )
 
@@ -130,40 +129,75 @@ def find_rivals(name: str) -> list[str]:
     return [rival.text for rival in rivals if rival._replace(text=spec.text) != spec]
 
 
-def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Baseline:
-    """Time plain decoding of TOKENS tokens per prompt, interleaving a target and its rivals.
+class BaselineTimer:
+    """Times plain decoding of a target and of its rivals, prompt by prompt.
 
-    The first prompt also serves as warm-up. Rivals that cannot be opened in addition to the target
-    are not timed. Resets the target.
+    The speed of a machine changes within minutes, so `time` is called between the runs that the
+    baseline judges. A context manager: on exit it closes the rivals. Rivals that cannot be opened
+    in addition to the target are not timed.
+
+    >>> from specnb.lm import toy
+    >>> with BaselineTimer(toy.markov(8, seed=1)) as timer:
+    ...     for prompt in ([0], [1]):
+    ...         timer.time(prompt)
+    >>> timer.baseline().share  # a toy has no rivals
+    1.0
     """
-    models = [target]
-    notes = []
-    with ExitStack() as opened:
+
+    def __init__(self, target: LanguageModel) -> None:
+        self._models = [target]
+        self._notes: list[str] = []
+        self._counts: list[list[tuple[int, float]]] = []  # per prompt and model: tokens, seconds
+        self._opened = ExitStack()
         for name in find_rivals(target.name):
             spec = parse(name)
             try:
                 if not spec.keeps_blocks and weights_bytes(spec) > MOST_BYTES:
                     raise MemoryShortError("it is too large to be dequantized for a comparison")
-                models.append(opened.enter_context(closing(load(name))))
+                self._models.append(self._opened.enter_context(closing(load(name))))
             except SpecnbError as error:
-                notes.append(f"{name} was not timed: {error}")
-        rounds = [
-            [generate(model, prompt, max_new_tokens=TOKENS, ignore_eog=True) for model in models]
-            for prompt in (prompts[0], *prompts)
-        ]
-        del rounds[0]  # warm-up
-        # (prompts, models, 2)
-        counts = np.array([[(g.n_decoded, g.decode_s) for g in runs] for runs in rounds])
+                self._notes.append(f"{name} was not timed: {error}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._opened.close()
+
+    def time(self, prompt: PromptLike) -> None:
+        """Decode TOKENS tokens with each model. Resets the target.
+
+        The first prompt is decoded twice, once as warm-up.
+        """
+        for _ in range(1 if self._counts else 2):
+            runs = [
+                generate(model, prompt, max_new_tokens=TOKENS, ignore_eog=True)
+                for model in self._models
+            ]
+        self._counts.append([(run.n_decoded, run.decode_s) for run in runs])
+
+    def baseline(self) -> Baseline:
+        """Return the speeds over all prompts timed so far."""
+        counts = np.array(self._counts)  # (prompts, models, 2)
         totals = counts.sum(axis=0)
         rates = totals[:, 0] / totals[:, 1]
         fastest = int(rates.argmax())
+        caps = self._models[fastest].caps
         return Baseline(
-            baseline_engine=f"{models[fastest].caps.engine} {models[fastest].caps.dtype}",
+            baseline_engine=f"{caps.engine} {caps.dtype}",
             baseline_tokens_per_s=rates[fastest],
             plain_tokens_per_s=rates[0],
             share_error=_share_error(counts[:, [0, fastest]]) if fastest else 0.0,
-            baseline_note="; ".join(notes) or None,
+            baseline_note="; ".join(self._notes) or None,
         )
+
+
+def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Baseline:
+    """Time plain decoding of `prompts` by a target and its rivals, interleaved."""
+    with BaselineTimer(target) as timer:
+        for prompt in prompts:
+            timer.time(prompt)
+        return timer.baseline()
 
 
 def _share_error(counts: np.ndarray) -> float:

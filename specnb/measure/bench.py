@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import pandas as pd
 
@@ -12,7 +12,7 @@ from specnb.draft.base import Drafter
 from specnb.lm.base import LanguageModel
 from specnb.machine import steady_threads
 from specnb.measure.auto import route_between
-from specnb.measure.baseline import Baseline, time_baseline
+from specnb.measure.baseline import Baseline, BaselineTimer
 from specnb.measure.cost import Cost, CostCurve, crosses_engines, verify_costs
 from specnb.measure.experiment import Progress, silent
 from specnb.measure.intervals import FEWEST, TERMS, interval, pays, rate_ratio, widen
@@ -34,6 +34,11 @@ class Timed(NamedTuple):
     token_ids: tuple[int, ...]
     generation: Generation | None
 
+    def without_prefill(self) -> Self:
+        """Return the run of a method that returns a Generation, with decoding alone as its time."""
+        generation = self.generation
+        return self._replace(n_tokens=generation.n_decoded, wall_s=generation.decode_s)
+
 
 def rotate(names: Sequence[str], n_prompts: int, repeats: int = 1) -> list[tuple[int, int, str]]:
     """Return (repeat, prompt, name) of interleaved runs, in rotating order."""
@@ -50,14 +55,20 @@ def interleaved(
     prompts: Sequence[Any],
     *,
     repeats: int = 1,
+    timer: BaselineTimer | None = None,
     progress: Progress = silent,
 ) -> Iterator[Timed]:
-    """Run every method on every prompt in rotating order, after a warm-up on the first prompt."""
+    """Run every method on every prompt in rotating order, after a warm-up on the first prompt.
+
+    Before the runs of each prompt, `timer` times the baseline.
+    """
     order = rotate(list(methods), len(prompts), repeats)
     for run in methods.values():
         run(prompts[0])
     for done, (repeat, index, name) in enumerate(order):
         progress(done, len(order), f"timing {name}, prompt {index + 1} of {len(prompts)}")
+        if timer and done % len(methods) == 0:
+            timer.time(prompts[index])
         start_s = perf_counter()
         result = methods[name](prompts[index])
         wall_s = perf_counter() - start_s
@@ -237,9 +248,13 @@ def time_pairs(
     max_new_tokens: int,
     progress: Progress = silent,
 ) -> list[PairBench]:
-    """Time plain decoding, and each drafter with every K and a router (`auto`), interleaved."""
+    """Time plain decoding, and each drafter with every K and a router (`auto`), interleaved.
+
+    Speeds are those of decoding, without the prefill.
+    """
     progress(0, 1, "measuring the costs of forward passes")
-    with steady_threads(target, *(drafter.model for drafter in drafters)):
+    models = [target, *(drafter.model for drafter in drafters)]
+    with steady_threads(*models), BaselineTimer(target) as timer:
         # 1. Time forward passes.
         curve, c = verify_costs(target, drafters, max(ks))
         # 2. Run all methods live, interleaved.
@@ -252,8 +267,9 @@ def time_pairs(
             methods[f"{drafter.name}: auto"] = partial(
                 plain, drafter=route_between(target, [drafter])
             )
-        runs = list(interleaved(methods, chosen, progress=progress))
-    baseline = time_baseline(target, chosen)
+        timed = interleaved(methods, chosen, timer=timer, progress=progress)
+        runs = [run.without_prefill() for run in timed]
+        baseline = timer.baseline()
     # 3. Tabulate the runs by drafter.
     pairs = []
     for drafter in drafters:

@@ -19,11 +19,12 @@ from typing import Any
 
 from specnb.errors import SpecnbError
 from specnb.lm.base import LanguageModel
-from specnb.measure.baseline import time_baseline
+from specnb.measure.baseline import BaselineTimer
 from specnb.measure.bench import rotate
 from specnb.measure.cost import CURVE_REPEATS, Cost, crosses_engines, verify_costs
 from specnb.measure.experiment import Experiment, Progress, silent
 from specnb.measure.follow import follow, require_followed
+from specnb.measure.intervals import FEWEST
 from specnb.measure.recording import Recording
 from specnb.measure.replay import counts_of, every_k, route, sweep_row
 from specnb.prompts import Prompt
@@ -48,6 +49,7 @@ class Sweep(Experiment):
         super().__init__(*args)
         self.measured = {"names": {}, "left_out": {}}
         self.routers: list[Any] = []
+        self.timer: BaselineTimer | None = None
         self.costs: dict[str, Cost] = {}
         self.recordings: list[Recording] = []
 
@@ -78,7 +80,10 @@ class Sweep(Experiment):
                 self.measured["left_out"][name] = str(error)
 
     def time_forwards(self, k_max: int) -> None:
-        """2. Time forward passes: T(n) of the target, c of each drafter, and the baseline."""
+        """2. Time forward passes: T(n) of the target, c of each drafter, and the baseline.
+
+        `run_live` continues to time the baseline.
+        """
         repeats = CURVE_REPEATS[self.params.budget]
         curve, c = verify_costs(self.target, self.drafters, k_max, repeats=repeats)
         self.costs = {
@@ -88,8 +93,11 @@ class Sweep(Experiment):
             "cs": c,
             "verify_curve": curve.model_dump(mode="json"),
             "c_across_engines": [d.name for d in self.drafters if crosses_engines(self.target, d)],
-            "baseline": time_baseline(self.target, self.chosen[:5]).model_dump(),
         }
+        self.timer = self._opened.enter_context(BaselineTimer(self.target))
+        for prompt in self.chosen[:FEWEST]:
+            self.timer.time(prompt)
+        self.measured["baseline"] = self.timer.baseline().model_dump()
 
     def generate_plainly(
         self, prompts: Sequence[Prompt], samplings: Sequence[Sampling], progress: Progress
@@ -153,15 +161,22 @@ class Sweep(Experiment):
         samplings: Sequence[Sampling],
         progress: Progress = silent,
     ) -> None:
-        """6. Run `methods` live, in rotating order and interleaved with plain decoding."""
+        """6. Run `methods` live, in rotating order, interleaved with plain decoding.
+
+        Before the runs of each text, the baseline is timed, if `time_forwards` began with it.
+        """
         # Warm up briefly, without controllers and routers: they learn from what they run.
         for drafter in (None, *self.drafters) if prompts else ():
             settings = {"drafter": drafter, "k": 1} if drafter else {}
             self.decode(prompts[0], max_new_tokens=WARM_UP_TOKENS, **settings)
         texts = list(product(prompts, samplings))
         order = rotate(["", *methods(samplings[0][0])], len(texts))
+        to_time = 0  # the text before whose runs the baseline is timed next
         for done, (_, index, name) in enumerate(order):
             prompt, (temperature, top_p) = texts[index]
+            if self.timer and index == to_time:
+                self.timer.time(prompt)
+                to_time += 1
             progress(
                 done,
                 len(order),
@@ -171,6 +186,8 @@ class Sweep(Experiment):
             self.generations.append(
                 self.decode(prompt, temperature=temperature, top_p=top_p, **settings)
             )
+        if self.timer:
+            self.measured["baseline"] = self.timer.baseline().model_dump()
 
 
 def plain_text_of(generations: Sequence[Generation], generation: Generation) -> Generation:

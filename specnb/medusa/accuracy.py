@@ -25,7 +25,6 @@ from torch import Tensor
 from specnb.decode.generate import generate
 from specnb.errors import NonFiniteLogits
 from specnb.lm.base import LanguageModel
-from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.experiment import Progress
 from specnb.measure.intervals import FEWEST, Interval, student_t, wilson
 from specnb.medusa.checkpoint import LoadReport
@@ -142,7 +141,7 @@ def score(heads: Heads, states: States, normed: Tensor | None = None) -> Scores:
 class Reference:
     """The target's `plain` greedy texts, and the `states` along them.
 
-    All heads of the target are compared with it. The baseline is measured on first use.
+    All heads of the target are compared with it.
     """
 
     @torch.inference_mode()
@@ -181,11 +180,6 @@ class Reference:
         part.plain = self.plain[:n]
         part.states = self.states[:n]
         return part
-
-    @cached_property
-    def baseline(self) -> Baseline:
-        """The fastest plain decoding of the target's weights, in any engine."""
-        return time_baseline(self.target, [text.prompt_ids for text in self.plain[:FEWEST]])
 
 
 @dataclass(eq=False)

@@ -15,6 +15,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
 from specnb.measure import baseline, experiment, sweep
+from specnb.measure.baseline import BaselineTimer
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
 from tests.chapters.test_adaptive_k import reading
@@ -72,6 +73,21 @@ def test_every_prompt_runs_with_every_k_and_temperature_and_checks_pass(record):
     live = tables.k_sweep(record)
     assert len(live) == (2 + 1) * 2 * 3 and set(live.query("category == 'all'")["n_prompts"]) == {4}
     assert tables.verify_cost(record)["width"].tolist() == [1, 2, 3, 5, 6]
+
+
+def test_the_baseline_is_timed_before_the_live_runs_of_each_text(target, monkeypatch):
+    order = []
+    for owner, name in ((BaselineTimer, "time"), (sweep.Sweep, "decode")):
+        wrapped = getattr(owner, name)
+
+        def noted(*args, _name=name, _wrapped=wrapped, **settings):
+            order.append(_name[0])
+            return _wrapped(*args, **settings)
+
+        monkeypatch.setattr(owner, name, noted)
+    run()
+    plain, warm_up = 8, 2
+    assert "".join(order) == "t" * 4 + "d" * (plain + warm_up) + "tddd" * 8
 
 
 def test_a_clock_that_is_set_back_during_a_run_gives_no_negative_duration(target):

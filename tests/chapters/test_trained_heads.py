@@ -12,6 +12,7 @@ from specnb.chapters import trained_heads
 from specnb.chapters.trained_heads import POINTS, VARIANTS, choose_prompts, load_kind
 from specnb.errors import InputError
 from specnb.io import project_dir
+from specnb.measure.baseline import Baseline
 from specnb.medusa import checkpoint
 from specnb.medusa.faults import ALIVE_ALL, LR_ZERO
 from specnb.prompts import CATEGORIES, Prompt
@@ -142,7 +143,7 @@ def test_drafted_texts_equal_plain_ones_and_speeds_add_up(notebook):
     speeds = notebook.speeds
     assert speeds["identical"].tolist() == speeds["n_prompts"].tolist() == [3, 3, 6] * 2
     assert (speeds["tau"] > 1.5).all()
-    share = notebook.study.reference.baseline.share
+    share = Baseline.model_validate(notebook.study.measured["baseline"]).share
     assert speeds["over_fastest"].tolist() == pytest.approx((share * speeds["speedup"]).tolist())
     assert speeds.groupby("category")["plain_tokens_per_s"].nunique().max() == 1  # both in one run
     assert len(notebook.identity) == 4 and (notebook.identity["differ"] == 0).all()

@@ -12,7 +12,7 @@ from specnb.errors import LoadError
 from specnb.lm.files import weights_origin
 from specnb.lm.hf import int4
 from specnb.measure import baseline
-from specnb.measure.baseline import Baseline, find_rivals, time_baseline
+from specnb.measure.baseline import Baseline, BaselineTimer, find_rivals, time_baseline
 from tests.measure.test_cost import fake_clock, timed_model
 
 INT4 = "smollm2-135m?backend=hf&dtype=int4"
@@ -88,6 +88,21 @@ def test_the_faster_model_is_the_baseline_and_the_rival_is_closed(timed, rival_s
     target.close.assert_not_called()
     assert (found.baseline_engine, found.baseline_note) == (engine, None)
     assert (found.share, found.plain_tokens_per_s) == pytest.approx((share, 1.0))
+
+
+def test_the_share_covers_the_whole_time_of_the_experiment(timed):
+    """A rival that slows down after the first prompts is not judged by its first speed."""
+    target, rival, _ = timed(0.25)
+    with BaselineTimer(target) as timer:
+        timer.time((0,))
+        early = timer.baseline()
+        rival.base = 1.0
+        for _ in range(3):
+            timer.time((0,))
+        rival.close.assert_not_called()
+        late = timer.baseline()
+    rival.close.assert_called_once()
+    assert (early.share, late.share) == pytest.approx((0.25, (0.25 + 3 * 1.0) / 4))
 
 
 def test_the_interval_over_the_baseline_includes_the_baselines_own():

@@ -1,6 +1,7 @@
 """Interleaved timing: every method equally often, in rotating order; intervals over prompts."""
 
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
@@ -47,6 +48,14 @@ def test_methods_have_one_warm_up_run_and_their_order_rotates_over_prompts_and_r
     assert clock.log[:3] == [("a", 7), ("b", 7), ("c", 7)] and len(clock.log) == 3 + 18
     assert "".join(r.method for r in runs) == "abc" + "bca" + "cab" + "bca" + "cab" + "abc"
     assert {r.method: r.wall_s for r in runs} == {"a": 1.0, "b": 2.0, "c": 2.0}
+
+
+def test_the_baseline_is_timed_before_the_runs_of_each_prompt():
+    order = []
+    timer = Mock(time=lambda prompt: order.append(f"time {prompt}"))
+    methods = {name: lambda prompt, name=name: order.append(name) or [prompt] for name in "ab"}
+    list(interleaved(methods, [7, 8], timer=timer))
+    assert order == ["a", "b", "time 7", "a", "b", "time 8", "b", "a"]
 
 
 def test_the_baselines_speedup_is_exactly_one_and_true_ratios_are_measured(clock):
