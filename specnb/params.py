@@ -200,12 +200,12 @@ class KSweepParams(NotebookParams):
     temperatures: NonEmpty[Temperature] = [0.0, 0.7]
     prompts: str = ""
     categories: Categories = ["code", "edit", "json", "prose", "general"]
-    prompts_per_category: Count = sized(1, 6, 14)
-    pack_prompts: CountOrZero = sized(0, 8, 60)
+    prompts_per_category: Count = sized(1, 20, 20)
+    pack_prompts: CountOrZero = sized(0, 30, 60)
     """Number of prompts of each benchmark pack (HumanEval, MT-bench)."""
     live_prompts: Count = sized(1, 3, 5)
     max_new_tokens: Tokens = sized(16, 64, 128)
-    conversations: CountOrZero = sized(1, 6, 14)
+    conversations: CountOrZero = sized(1, 14, 20)
     """Number of multi-turn conversations."""
     contexts: list[Tokens] = sized([256], [256, 2048])
     """Context lengths (tokens) at which forward passes for several sequences are timed."""

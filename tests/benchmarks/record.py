@@ -10,7 +10,6 @@ from specnb.machine import cpu_facts
 from specnb.prompts import digest_prompts, prompts
 from specnb.provenance import provenance
 
-MORE = str(Path(__file__).with_name("more_prompts.jsonl"))
 KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
 """A row of a record is replaced by a new one with the same values in these fields."""
 
@@ -34,8 +33,8 @@ def arguments(description, script, **defaults):
 
 
 def chosen_prompts(content, limit):
-    """Return prompts of a content: the package's, then those of `more_prompts.jsonl`."""
-    return [*prompts(content), *prompts(content, source=MORE)][:limit]
+    """Return the first prompts of a content."""
+    return list(prompts(content, limit=limit))
 
 
 def write_record(path, document, chosen=()):

@@ -19,7 +19,8 @@ from specnb import params
 from specnb.book.notebook import declared
 from specnb.io import write_atomic
 
-MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 220_000, 1_000_000, 30, 2
+MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 220_000, 1_000_000, 24, 2
+MAX_WORDS, MAX_BOX_WORDS = 900, 80
 LEFTOVERS = {"widgets", "papermill"}
 CELL_LEFTOVERS = {"papermill", "execution", "collapsed"}
 UNCHECKED = "nbval-ignore-output"
@@ -37,7 +38,7 @@ def problems(path: Path) -> list[str]:
     """Return the problems of a notebook, none if it is clean. Cells are counted from 0."""
     nb = nbformat.v4.reads_json(path.read_text(encoding="utf-8"))
     nbformat.validate(nb)
-    return [*_notebook(path, nb), *_cells(nb), *_parameters(path, nb)]
+    return [*_notebook(path, nb), *_prose(nb), *_cells(nb), *_parameters(path, nb)]
 
 
 def normalise(path: Path) -> None:
@@ -63,6 +64,15 @@ def normalise(path: Path) -> None:
             # Widget state is never stored, and without it a viewer shows "model not found".
             output.get("data", {}).pop(WIDGET_VIEW, None)
     write_atomic(path, (nbformat.writes(nb).rstrip("\n") + "\n").encode())
+
+
+def _prose(nb: NotebookNode) -> Iterator[str]:
+    texts = [cell.source for cell in nb.cells if cell.cell_type == "markdown"]
+    box = [line for line in texts[0].splitlines() if line.startswith("> **In short.**")]
+    for what, part, most in (("text", texts, MAX_WORDS), ("box", box, MAX_BOX_WORDS)):
+        n = sum(bool(re.search("[A-Za-z]", word)) for word in " ".join(part).split())
+        if n > most:
+            yield f"its {what} has {n} words, at most {most} are allowed"
 
 
 def _notebook(path: Path, nb: NotebookNode) -> Iterator[str]:

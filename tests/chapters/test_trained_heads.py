@@ -160,11 +160,11 @@ def test_heads_of_the_other_kind_and_heads_that_failed_a_gate_are_refused(
 
 
 def test_prompts_that_are_timed_and_judged_never_overlap():
-    """Of 14 prompts, 5 or more are judged in a single category, 1 or more in each of six."""
-    for categories, most in ((("code",), 9), (("code", "prose"), 11), (CATEGORIES, 13)):
+    """Of 20 prompts, 5 or more are judged in a single category, 1 or more in each of six."""
+    for categories, most in ((("code",), 15), (("code", "prose"), 17), (CATEGORIES, 19)):
         timed, judged = choose_prompts(categories, most)
         assert len(timed) == most * len(categories) and not {p.id for p in timed} & {
             p.id for p in judged
         }
-        with pytest.raises(InputError, match=f"code has 14 prompts.*at most {most}"):
+        with pytest.raises(InputError, match=f"code has 20 prompts.*at most {most}"):
             choose_prompts(categories, most + 1)

@@ -108,7 +108,7 @@ def test_shipped_prompts_are_distinct_and_short_with_alternating_roles():
     assert len({prompt.id for prompt in shipped}) == len(shipped)
     assert len({tuple(texts(prompt)) for prompt in shipped}) == len(shipped)
     for category in CATEGORIES:
-        assert len(prompts(category)) >= 12
+        assert len(prompts(category)) == 20
     for prompt in shipped:
         # Few tokens are shorter than two bytes: with 4 KiB, the answer fits in 2048 tokens, too.
         assert sum(len(text.encode()) for text in texts(prompt)) <= 4096
