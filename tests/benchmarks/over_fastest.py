@@ -8,8 +8,8 @@
 Both engines open the same 4-bit file; drafters run with the torch int4 target, greedy. Every
 method, including both plain decodings, runs each prompt in turn. Speeds are tokens per second after
 prefill; answers end where they begin to loop (`Generation.loop_start`). `speedup` is over plain
-decoding in torch int4, `over_fastest` over the faster plain decoding on that content. `--prompts` is
-the number of prompts for each content. A plan is content=drafter:K,…, where DRAFT is the draft
+decoding in torch int4, `over_fastest` over the faster plain decoding on that content. `--prompts`
+is the number of prompts for each content. A plan is content=drafter:K,…, where DRAFT is the draft
 model.
 """
 
