@@ -26,7 +26,8 @@ LINE = 20
 LEFT = 16
 KEY = (
     '<tspan class="accepted">accepted draft tokens</tspan>, '
-    '<tspan class="correction">the target\'s own</tspan> after a draft'
+    '<tspan class="correction">the target\'s own</tspan> '
+    '(<tspan class="bonus">after a fully accepted draft</tspan>)'
 )
 FATE = {ACCEPTED: "accepted", CORRECTION: "correction", BONUS: "bonus"}
 STYLE = """

@@ -246,7 +246,7 @@ def overlap_against_acceptance(trial: pd.DataFrame) -> go.Figure:
         marker_symbol="circle-open",
         marker_size=17,
         marker_color="#444",
-        name="predicted from its own vocabulary's run",
+        name="predicted from the run with its own vocabulary",
     )
     ends = [drawn["text_shared"].min() - 0.01, 1.0099]
     needed = trial["rate_needed"].iloc[0]

@@ -395,7 +395,7 @@ def divergence_values(investigation: Investigation) -> Values:
         "output_beside": output_beside,
         "output_ratio": output_beside / output_alone,
         "wrong_unrun": wrong["S4"],
-        "wrong_same_shape": wrong["S2"],
+        "wrong_same_shape": wrong["S2"] if outcomes["S1"].clean else False,
         "banks_alone": set(outcomes["S3"].wrong["module"]) <= {*banks},
         "foreign": outcomes["S1"].foreign["owner_path"].nunique(),
     }

@@ -28,7 +28,7 @@ from specnb.lm.base import LanguageModel
 from specnb.lm.load import load
 from specnb.lm.tree import COMMITTED
 from specnb.machine import Neighbours
-from specnb.measure.baseline import BaselineTimer
+from specnb.measure.baseline import Baseline, BaselineTimer
 from specnb.measure.bench import Timed, interleaved, tabulate_speeds
 from specnb.measure.cost import CostCurve
 from specnb.measure.experiment import Experiment, Progress, models_of, silent
@@ -70,6 +70,7 @@ class HeadsStudy(Experiment):
         }
         self.checked: dict[str, Checked] = {}
         self.trees: dict[str, list[TimedTree]] = {}
+        self.baseline = Baseline()
         folder = self._opened.enter_context(TemporaryDirectory(prefix="specnb-heads-"))
         self.text = Path(folder) / "text"
 
@@ -156,9 +157,9 @@ class HeadsStudy(Experiment):
     def time(self, progress: Progress = silent) -> pd.DataFrame:
         """Time plain decoding and both kinds of heads with their fastest trees, interleaved.
 
-        The record's `baseline` is timed with them. One row per kind and category. Columns: kind,
-        those of `tabulate_by_category` and `Baseline.over`, predicted_speedup (over plain decoding
-        in the same engine), predicted_tau, busy.
+        Keeps the baseline, timed with them, as `baseline`. One row per kind and category. Columns:
+        kind, those of `tabulate_by_category` and `Baseline.over`, predicted_speedup (over plain
+        decoding in the same engine), predicted_tau, busy.
         """
         # 1. Run all methods on each prompt.
         decode = partial(
@@ -173,8 +174,10 @@ class HeadsStudy(Experiment):
         with BaselineTimer(self.target) as timer:
             timed = interleaved(methods, self.timed, timer=timer, progress=progress)
             runs = [run.without_prefill() for run in timed]
-            baseline = timer.baseline()
-        self.measured["baseline"] = baseline.model_dump()
+        undrafted = [run for run in runs if run.method == PLAIN]
+        rate = sum(run.n_tokens for run in undrafted) / sum(run.wall_s for run in undrafted)
+        self.baseline = timer.baseline().model_copy(update={"live_tokens_per_s": rate})
+        self.measured["baseline"] = self.baseline.model_dump()
         busy = neighbours.during(self.target.caps, [run.generation for run in runs]).busy
         # 2. Compare each kind with plain decoding, and with its prediction.
         categories = [prompt.category for prompt in self.timed]
@@ -182,7 +185,7 @@ class HeadsStudy(Experiment):
         for kind in KINDS:
             best = self.fastest(kind)
             predicted = best.tokens_per_s / self.trees[kind][0].tokens_per_s
-            speeds = baseline.over(tabulate_by_category(runs, categories, kind))
+            speeds = self.baseline.over(tabulate_by_category(runs, categories, kind))
             tables.append(
                 speeds.assign(predicted_speedup=predicted, predicted_tau=best.tokens, busy=busy)
             )

@@ -35,8 +35,8 @@ class Baseline(BaseModel, frozen=True):
     """Plain decoding speed of a target's weights: in the fastest engine, and in the opened one.
 
     `baseline_engine` is the fastest engine and dtype; `baseline_note` says why another engine was
-    not timed. `share_error` is the half-width of the 95 % interval of log(share), over prompts; 0
-    for fewer than FEWEST prompts. `live_tokens_per_s` is the speed of the experiment's own plain
+    not timed. `share_error` is the half-width of the 95 % interval of log(share), over timings; 0
+    for fewer than FEWEST timings. `live_tokens_per_s` is the speed of the experiment's own plain
     runs in the opened engine; it is computed from its generations, so records do not have it. Older
     records have no baseline: their share is 1.
     """
@@ -86,9 +86,9 @@ class Baseline(BaseModel, frozen=True):
 
     @property
     def drift(self) -> str:
-        """A warning if the experiment's plain runs had another speed, or an empty string.
+        """A warning if the experiment's own plain runs had another speed, or an empty string.
 
-        Then the two compare different states of the machine.
+        Then `speedup` and `share` were measured in different states of the machine.
         """
         live = self.live_tokens_per_s or self.plain_tokens_per_s
         change = round(live, 1) / round(self.plain_tokens_per_s, 1) - 1  # of the printed speeds
@@ -96,8 +96,8 @@ class Baseline(BaseModel, frozen=True):
             return ""
         return (
             f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}. If the baseline did not change alike, "
-            "over_fastest is off by up to as much, beyond its interval."
+            f"{'more' if change > 0 else 'less'}. Unless the baseline's speed changed by the same "
+            "factor, over_fastest is off by up to as much, beyond its interval."
         )
 
 
@@ -132,9 +132,9 @@ def find_rivals(name: str) -> list[str]:
 class BaselineTimer:
     """Times plain decoding of a target and of its rivals, prompt by prompt.
 
-    The speed of a machine changes within minutes, so `time` is called between the runs that the
-    baseline judges. A context manager: on exit it closes the rivals. Rivals that cannot be opened
-    in addition to the target are not timed.
+    The speed of a machine changes within minutes, so `time` is called before and between the runs
+    that the baseline judges; a prompt may be timed several times. A context manager: on exit it
+    closes the rivals. Rivals that cannot be opened in addition to the target are not timed.
 
     >>> from specnb.lm import toy
     >>> with BaselineTimer(toy.markov(8, seed=1)) as timer:
@@ -148,15 +148,16 @@ class BaselineTimer:
         self._models = [target]
         self._notes: list[str] = []
         self._counts: list[list[tuple[int, float]]] = []  # per prompt and model: tokens, seconds
-        self._opened = ExitStack()
-        for name in find_rivals(target.name):
-            spec = parse(name)
-            try:
-                if not spec.keeps_blocks and weights_bytes(spec) > MOST_BYTES:
-                    raise MemoryShortError("it is too large to be dequantized for a comparison")
-                self._models.append(self._opened.enter_context(closing(load(name))))
-            except SpecnbError as error:
-                self._notes.append(f"{name} was not timed: {error}")
+        with ExitStack() as opened:
+            for name in find_rivals(target.name):
+                spec = parse(name)
+                try:
+                    if not spec.keeps_blocks and weights_bytes(spec) > MOST_BYTES:
+                        raise MemoryShortError("it is too large to be dequantized for a comparison")
+                    self._models.append(opened.enter_context(closing(load(name))))
+                except SpecnbError as error:
+                    self._notes.append(f"{name} was not timed: {error}")
+            self._opened = opened.pop_all()
 
     def __enter__(self) -> Self:
         return self
@@ -201,7 +202,7 @@ def time_baseline(target: LanguageModel, prompts: Sequence[PromptLike]) -> Basel
 
 
 def _share_error(counts: np.ndarray) -> float:
-    """Return `Baseline.share_error` for tokens and seconds of both runs, `(prompts, 2, 2)`."""
+    """Return `Baseline.share_error` for tokens and seconds of both runs, `(timings, 2, 2)`."""
     if len(counts) < FEWEST:
         return 0.0
     share = interval(counts.reshape(-1, 4), rate_ratio)

@@ -9,6 +9,7 @@ import pandas as pd
 
 from specnb.decode.generate import generate
 from specnb.draft.base import Drafter
+from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.machine import steady_threads
 from specnb.measure.auto import route_between
@@ -24,7 +25,7 @@ Method = Callable[[Any], Generation | Sequence[int]]
 
 
 class Timed(NamedTuple):
-    """A run of a method on a prompt; `wall_s` is the time of the whole call, including prefill."""
+    """A run of a method on a prompt; `wall_s` is the time of the whole call, with its prefill."""
 
     method: str
     prompt: int
@@ -35,7 +36,7 @@ class Timed(NamedTuple):
     generation: Generation | None
 
     def without_prefill(self) -> Self:
-        """Return the run of a method that returns a Generation, with decoding alone as its time."""
+        """Return the run with the tokens and the time of decoding alone; it needs a Generation."""
         generation = self.generation
         return self._replace(n_tokens=generation.n_decoded, wall_s=generation.decode_s)
 
@@ -85,7 +86,7 @@ def compare(
     repeats: int = 1,
     progress: Progress = silent,
 ) -> pd.DataFrame:
-    """Time `methods` on `prompts` and compare them with `baseline`, one of them.
+    """Time whole calls of `methods` on `prompts` and compare them with `baseline`, one of them.
 
     Returns a row for each method: method, tokens_per_s, speedup with low and high (interval over
     prompts, paired with the baseline on the same prompt), tau and acceptance_rate if the method
@@ -109,8 +110,9 @@ def tabulate_speeds(runs: Sequence[Timed], *, baseline: str) -> pd.DataFrame:
     frame = pd.DataFrame(runs, columns=Timed._fields).rename(columns={"n_tokens": "n_decoded"})
     frame["seconds"] = frame.groupby(["method", "prompt"])["wall_s"].transform("median")
     counts = [pool_rounds([run.generation] if run.generation else []) for run in runs]
-    frame = frame.join(pd.DataFrame(counts)).drop_duplicates(["method", "prompt"])  # repeats
-    frame["rounds"] = frame["n_decoded"] / frame["tau"]
+    frame = frame.join(pd.DataFrame(counts))
+    frame["rounds"] = [len(run.generation.rounds) if run.generation else 0 for run in runs]
+    frame = frame.drop_duplicates(["method", "prompt"])  # repeats
     plain = frame[frame["method"] == baseline].set_index("prompt")[
         ["n_decoded", "seconds", "token_ids"]
     ]
@@ -186,8 +188,8 @@ def _speed(rows: pd.DataFrame) -> dict[str, Any]:
 class PairBench(NamedTuple):
     """Costs of a target and a drafter (T(n) and c), and their speeds.
 
-    `table` is the result of `compare` for plain decoding, each K, and `auto`, with the columns that
-    `Baseline.over` adds.
+    `table` has the columns of `compare` for plain decoding, each K, and `auto`, without prefills,
+    and those that `Baseline.over` adds.
     """
 
     target: str
@@ -269,6 +271,8 @@ def time_pairs(
             )
         timed = interleaved(methods, chosen, timer=timer, progress=progress)
         runs = [run.without_prefill() for run in timed]
+        if not any(run.n_tokens for run in runs):
+            raise InputError("got answers of one token, expected longer ones: raise max_new_tokens")
         baseline = timer.baseline()
     # 3. Tabulate the runs by drafter.
     pairs = []

@@ -69,6 +69,8 @@ def normalise(path: Path) -> None:
 def _prose(nb: NotebookNode) -> Iterator[str]:
     texts = [cell.source for cell in nb.cells if cell.cell_type == "markdown"]
     box = [line for line in texts[0].splitlines() if line.startswith("> **In short.**")]
+    if len(box) != 1:
+        yield "has no box in one line, '> **In short.** …'"
     for what, part, most in (("text", texts, MAX_WORDS), ("box", box, MAX_BOX_WORDS)):
         n = sum(bool(re.search("[A-Za-z]", word)) for word in " ".join(part).split())
         if n > most:

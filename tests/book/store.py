@@ -92,6 +92,7 @@ def box(notebook: str) -> str:
     dtype = next((name for name in ("int4", "bfloat16") if name in models), "float32")
     environment = Environment(undefined=StrictUndefined)
     modules = {"adaptive": adaptive_k, "league": league, "report": report, "tables": tables}
+    environment.tests["startswith"] = str.startswith
     environment.globals |= {"table": table, "trace": trace, "rows": rows, "row": row} | modules
     environment.filters |= {
         "ends": ends,

@@ -15,7 +15,7 @@ from specnb.draft.model import ModelDrafter
 from specnb.errors import CapacityError, InputError, LoadError
 from specnb.lm import toy
 from specnb.measure import baseline, experiment, sweep
-from specnb.measure.baseline import BaselineTimer
+from specnb.measure.baseline import Baseline, BaselineTimer
 from specnb.params import KSweepParams
 from specnb.prompts import prompts
 from tests.chapters.test_adaptive_k import reading
@@ -76,6 +76,7 @@ def test_every_prompt_runs_with_every_k_and_temperature_and_checks_pass(record):
 
 
 def test_the_baseline_is_timed_before_the_live_runs_of_each_text(target, monkeypatch):
+    """The record has the baseline of all timings, and its rivals are closed."""
     order = []
     for owner, name in ((BaselineTimer, "time"), (sweep.Sweep, "decode")):
         wrapped = getattr(owner, name)
@@ -85,9 +86,14 @@ def test_the_baseline_is_timed_before_the_live_runs_of_each_text(target, monkeyp
             return _wrapped(*args, **settings)
 
         monkeypatch.setattr(owner, name, noted)
-    run()
+    monkeypatch.setattr(
+        BaselineTimer, "baseline", lambda timer: Baseline(plain_tokens_per_s=len(timer._counts))
+    )
+    record = run()
     plain, warm_up = 8, 2
     assert "".join(order) == "t" * 4 + "d" * (plain + warm_up) + "tddd" * 8
+    assert record.measurements["baseline"]["plain_tokens_per_s"] == 4 + 8
+    baseline.load.return_value.close.assert_called()
 
 
 def test_a_clock_that_is_set_back_during_a_run_gives_no_negative_duration(target):

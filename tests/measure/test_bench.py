@@ -7,9 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from specnb.decode.generate import generate
+from specnb.lm import toy
 from specnb.measure import bench
 from specnb.measure.baseline import Baseline
-from specnb.measure.bench import compare, interleaved
+from specnb.measure.bench import Timed, compare, interleaved, tabulate_speeds
 from specnb.measure.cost import Cost
 from specnb.measure.intervals import FEWEST, TERMS, interval, rate_ratio, student_t, widen
 
@@ -56,6 +58,27 @@ def test_the_baseline_is_timed_before_the_runs_of_each_prompt():
     methods = {name: lambda prompt, name=name: order.append(name) or [prompt] for name in "ab"}
     list(interleaved(methods, [7, 8], timer=timer))
     assert order == ["a", "b", "time 7", "a", "b", "time 8", "b", "a"]
+
+
+def test_a_run_without_its_prefill_has_the_time_and_the_tokens_of_decoding():
+    generation = generate(toy.cyclic(5), [0], max_new_tokens=4)
+    slow = generation.model_copy(update={"prefill_s": 50.0, "wall_s": 50.0 + generation.decode_s})
+    run = Timed("m", 0, 0, 4, slow.wall_s, slow.token_ids, slow).without_prefill()
+    assert (run.n_tokens, run.wall_s) == (3, pytest.approx(generation.decode_s))
+
+
+def test_tau_is_pooled_over_rounds_not_over_answers():
+    model = toy.cyclic(3)
+    methods = {
+        "plain": lambda n: generate(model, [0], max_new_tokens=n),
+        "drafted": lambda n: generate(model, [0, 1, 2, 0], max_new_tokens=n, drafter="lookup", k=4),
+    }
+    runs = [run.without_prefill() for run in interleaved(methods, [2, 30])]
+    drafted = [run.generation for run in runs if run.method == "drafted"]
+    table = tabulate_speeds(runs, baseline="plain").set_index("method")
+    rounds = [each for generation in drafted for each in generation.rounds]
+    tau = sum(len(each.committed_ids) for each in rounds) / len(rounds)
+    assert table.at["drafted", "tau"] == pytest.approx(tau)
 
 
 def test_the_baselines_speedup_is_exactly_one_and_true_ratios_are_measured(clock):

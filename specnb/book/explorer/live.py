@@ -98,7 +98,7 @@ class Workbench:
         """
         params = self.params
         study = Sweep(EXPERIMENT, params, self.chosen, self.target, self.drafters)
-        with self._in_use:
+        with self._in_use, study:
             study.time_forwards(params.k_max)
             study.generate_plainly(self.chosen, params.samplings, progress)
             study.follow_drafters(params.k_max, progress)
