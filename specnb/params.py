@@ -117,7 +117,7 @@ class NotebookParams(Params):
 
     >>> budgets = ("quick", "normal", "full")
     >>> [KSweepParams.checked(budget=budget).prompts_per_category for budget in budgets]
-    [1, 6, 14]
+    [1, 20, 20]
     """
 
     sizes: ClassVar[dict[str, Any]] = {}
