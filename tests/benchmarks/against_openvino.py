@@ -25,7 +25,8 @@ from specnb import generate, load, load_drafter
 from specnb.decode.generate import prompt_ids
 from specnb.measure.bench import rotate
 from specnb.measure.intervals import interval, rate, rate_ratio
-from tests.benchmarks.record import add_rows, arguments, chosen_prompts
+from specnb.prompts import prompts
+from tests.benchmarks.record import add_rows, arguments
 
 CONTENTS = ["code", "edit", "json"]
 KS = (3, 7)
@@ -117,11 +118,10 @@ def main() -> None:
             methods[f"openvino lookup K={k}"] = partial(theirs, lookup_pipeline, given.tokens, k)
             methods[f"ours lookup K={k}"] = partial(ours, target, given.tokens, drafter, k)
         for content in given.contents:
-            prompts = [
-                list(prompt_ids(target, prompt))
-                for prompt in chosen_prompts(content, given.prompts)
+            chosen = [
+                list(prompt_ids(target, prompt)) for prompt in prompts(content, limit=given.prompts)
             ]
-            rows = [facts | row for row in speed_rows(in_turn(methods, prompts), content)]
+            rows = [facts | row for row in speed_rows(in_turn(methods, chosen), content)]
             print(
                 pd.DataFrame(rows).drop(columns=[*facts]).round(2).to_string(index=False),
                 flush=True,

@@ -25,9 +25,9 @@ from specnb import generate, load, load_drafter
 from specnb.measure.bench import interleaved
 from specnb.measure.cost import verify_costs
 from specnb.measure.intervals import interval, rate, rate_ratio
-from specnb.prompts import CATEGORIES
+from specnb.prompts import CATEGORIES, prompts
 from specnb.records import pool_rounds
-from tests.benchmarks.record import add_rows, arguments, chosen_prompts
+from tests.benchmarks.record import add_rows, arguments
 
 LLAMA, TORCH = "llama.cpp", "torch int4"
 PLAN = [
@@ -91,7 +91,7 @@ def main():
         for content, specs in plan.items():
             methods = {LLAMA: partial(run, llama), TORCH: partial(run, target)}
             methods |= {spec: drafting(spec) for spec in specs}
-            chosen = chosen_prompts(content, given.prompts)
+            chosen = prompts(content, limit=given.prompts)
             runs = list(interleaved(methods, chosen))
             used += chosen
             pooled += [

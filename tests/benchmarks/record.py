@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: arguments, prompts, and the records that they write."""
+"""Shared by the benchmarks: arguments, and the records that they write."""
 
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
@@ -7,7 +7,7 @@ import torch
 
 from specnb.io import plain, read_json, write_json
 from specnb.machine import cpu_facts
-from specnb.prompts import digest_prompts, prompts
+from specnb.prompts import digest_prompts
 from specnb.provenance import provenance
 
 KEY = ("target", "model", "engine", "content", "method", "cpu", "capability")
@@ -30,11 +30,6 @@ def arguments(description, script, **defaults):
             help="[%(default)s]",
         )
     return parser
-
-
-def chosen_prompts(content, limit):
-    """Return the first prompts of a content."""
-    return list(prompts(content, limit=limit))
 
 
 def write_record(path, document, chosen=()):
