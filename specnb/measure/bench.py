@@ -68,7 +68,7 @@ def interleaved(
         run(prompts[0])
     for done, (repeat, index, name) in enumerate(order):
         progress(done, len(order), f"timing {name}, prompt {index + 1} of {len(prompts)}")
-        if timer and done % len(methods) == 0:
+        if timer and not done % len(methods):
             timer.time(prompts[index])
         start_s = perf_counter()
         result = methods[name](prompts[index])

@@ -170,13 +170,12 @@ class Sweep(Experiment):
             settings = {"drafter": drafter, "k": 1} if drafter else {}
             self.decode(prompts[0], max_new_tokens=WARM_UP_TOKENS, **settings)
         texts = list(product(prompts, samplings))
-        order = rotate(["", *methods(samplings[0][0])], len(texts))
-        to_time = 0  # the text before whose runs the baseline is timed next
+        names = ["", *methods(samplings[0][0])]
+        order = rotate(names, len(texts))
         for done, (_, index, name) in enumerate(order):
             prompt, (temperature, top_p) = texts[index]
-            if self.timer and index == to_time:
+            if self.timer and not done % len(names):
                 self.timer.time(prompt)
-                to_time += 1
             progress(
                 done,
                 len(order),

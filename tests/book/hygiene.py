@@ -21,6 +21,7 @@ from specnb.io import write_atomic
 
 MAX_BYTES, MAX_PICTURE_BYTES, MAX_CELLS, MIN_CHECKED_CELLS = 220_000, 1_000_000, 24, 2
 MAX_WORDS, MAX_BOX_WORDS = 900, 80
+START = "> **In short.**"
 LEFTOVERS = {"widgets", "papermill"}
 CELL_LEFTOVERS = {"papermill", "execution", "collapsed"}
 UNCHECKED = "nbval-ignore-output"
@@ -68,9 +69,9 @@ def normalise(path: Path) -> None:
 
 def _prose(nb: NotebookNode) -> Iterator[str]:
     texts = [cell.source for cell in nb.cells if cell.cell_type == "markdown"]
-    box = [line for line in texts[0].splitlines() if line.startswith("> **In short.**")]
+    box = [line for line in texts[0].splitlines() if line.startswith(START)]
     if len(box) != 1:
-        yield "has no box in one line, '> **In short.** …'"
+        yield f"has no box in one line, '{START} …'"
     for what, part, most in (("text", texts, MAX_WORDS), ("box", box, MAX_BOX_WORDS)):
         n = sum(bool(re.search("[A-Za-z]", word)) for word in " ".join(part).split())
         if n > most:

@@ -22,12 +22,11 @@ from specnb.chapters import adaptive_k, league
 from specnb.io import project_dir, read_json, read_toml, write_atomic
 from specnb.records import Generation, RunRecord
 from specnb.store import results_dir
-from tests.book.hygiene import normalise
+from tests.book.hygiene import START, normalise
 
 ROOT = project_dir()
 FIGURES = ROOT / "figures"
 BOXES = read_toml(Path(__file__).with_name("boxes.toml"))
-START = "> **In short.**"
 SHIPPED_RUN = read_json(ROOT / "data" / "traces" / explorer.SHIPPED / "run.json")["run_id"]
 
 

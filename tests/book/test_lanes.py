@@ -37,10 +37,9 @@ def test_each_round_appears_when_committed_and_the_end_equals_the_table(tmp_path
     record = record_of(model)
     lanes = publish_lanes(record, model.vocab, "two_lanes")
     root = ET.parse(figures_dir(record) / "two_lanes.svg").getroot()
-    key, texts = [], []
-    for text in root.findall(f"{SVG}text"):
-        (key if text.get("class") == "key" else texts).append(text)
-    assert len(key) == 1
+    texts = root.findall(f"{SVG}text")
+    (key,) = (text for text in texts if text.get("class") == "key")
+    texts.remove(key)
     first, second = (at for at, text in enumerate(texts) if text.get("class") == "name")
     lanes_of = texts[first + 1 : second], texts[second + 1 : -3]
     for generation, lines in zip(record.generations, lanes_of, strict=False):
