@@ -14,11 +14,10 @@ import numpy as np
 import pandas as pd
 import plotly.express as px
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from specnb.book.claims import Estimate, ratio
-from specnb.book.style import COLORS, STYLE, dots, dress, error_bars, looks, readable
-from specnb.book.tables import baseline, compact, live_rows
+from specnb.book.style import STYLE, dots, dress, error_bars, looks, readable
+from specnb.book.tables import baseline, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
 from specnb.draft.model import ModelDrafter
@@ -59,8 +58,6 @@ GREEDY = [(0.0, 1.0)]
 SWITCHING = "switching conversation"
 """A conversation whose answers switch between prose, code and JSON."""
 STREAM = "all of them in turn"
-WINDOW = 64
-"""Tokens over which the speed along the stream is averaged."""
 PLAIN, ROUTER = "plain decoding", "router"
 PREFIX = "turns."
 """Prefix of the prompt ids of conversation questions, to identify their recordings."""
@@ -411,98 +408,19 @@ def _replay_rows(record: RunRecord) -> pd.DataFrame:
     return rows.assign(machine=rows["machine"].map(_label_machine))
 
 
-def show_machine(share: pd.DataFrame, machine: str) -> pd.DataFrame:
-    """Return a machine's rows of `against_best` for display: drafters and contents by policy."""
-    table = (
-        share.loc[machine]
-        .rename(index=label, level="policy")
-        .rename(index=readable, level="drafter")
-    )
-    return compact(table.stack().unstack("policy", sort=False))
-
-
 def routed(record: RunRecord) -> pd.DataFrame:
     """Compare the router with the best drafter at its best K, and with plain decoding, in a replay.
 
-    One row per machine and content; the best is chosen in hindsight. `predicted, over the best` and
-    `predicted speedup` (over plain decoding in the same engine) are ratios of times, with intervals
-    over paired texts. `rounds by drafter` counts rounds.
+    One row per machine and content; the best is chosen in hindsight. Both columns are ratios of
+    times, with intervals over paired texts; plain decoding is that in the same engine.
     """
+    columns = {"over plain decoding": "plain_s", "relative to the best drafter and K": "best_s"}
     rows = []
     for row in record.measurements["routed"]:
-        over_best, speedup = (
-            ratio(pd.Series(row[name]), pd.Series(row["seconds"])) for name in ("best_s", "plain_s")
-        )
-        drafted_by = ", ".join(f"{_label_arm(arm)} {n}" for arm, n in sorted(row["arms"].items()))
-        drafter, _, k = row["best"].rpartition(", K = ")
-        best = PLAIN if k == "0" else f"{readable(drafter)}, K = {k}"
-        rows.append(
-            {
-                "machine": _label_machine(row["machine"]),
-                "content": row["content"],
-                "predicted speedup": f"{speedup:.2f}",
-                "predicted, over the best": f"{over_best:.2f}",
-                "the best in hindsight": best,
-                "rounds by drafter": drafted_by,
-            }
-        )
-    return pd.DataFrame(rows).set_index(["machine", "content"])
-
-
-def _label_arm(arm: str, machine: str = THIS_MACHINE) -> str:
-    if not arm:
-        return PLAIN
-    name = readable(arm)
-    # On a simulated machine, c is that of a small draft model.
-    measured = machine == THIS_MACHINE or name in STYLE["drafters"].values()
-    return name if measured else "draft model (simulated)"
-
-
-def stream(study: ControllerStudy, machine: str) -> pd.DataFrame:
-    """Return one row per round of the router, for all texts in sequence.
-
-    Columns: token (position), n (committed tokens), steps (time in plain steps), arm, content, and
-    speed relative to plain decoding over about the last WINDOW tokens.
-    """
-    record, trace = study
-    costs = {name: machines(cost_of(record, name))[machine] for name in record.measurements["c"]}
-    step_s = next(iter(costs.values())).curve.seconds(1)
-    rows = []
-    start = 0
-    for text in route(trace.recordings, costs, k_max=record.params["k_max"]):
-        for step, arm, seconds in zip(text.steps, text.arms, text.round_s, strict=True):
-            rows.append(
-                (
-                    start + step.at,
-                    step.n_accepted + 1,
-                    seconds / step_s,
-                    _label_arm(arm, machine),
-                    _kind(text.recording),
-                )
-            )
-        start += text.recording.n_tokens
-    frame = pd.DataFrame(rows, columns=["token", "n", "steps", "arm", "content"])
-    sums = frame[["n", "steps"]].cumsum()
-    first = np.searchsorted(sums["n"], sums["n"] - WINDOW)
-    window = sums - sums.shift(fill_value=0).iloc[first].reset_index(drop=True)
-    # The first token of a text comes from the prefill, in no time.
-    return frame.assign(speed=window["n"] / window["steps"])[window["steps"] > 0]
-
-
-def mixed_stream(frame: pd.DataFrame, record: RunRecord, machine: str) -> go.Figure:
-    """Draw `stream`: relative speed, contents, and the arm of each round."""
-    figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
-    figure.add_scatter(x=frame["token"], y=frame["speed"], mode="lines", line_color=COLORS[0])
-    arms_below = px.scatter(frame, x="token", y="arm", **looks("arm", sorted(frame["arm"]), by=()))
-    arms_below.update_traces(marker_symbol="line-ns-open", marker_size=8)
-    figure.add_traces(arms_below.data, rows=2, cols=1)
-    _name_contents(figure, frame, row=1, col=1)
-    place = _label_machine(machine)
-    speedup = routed(record).loc[(place, STREAM), "predicted speedup"]
-    title = f"Predicted, {place}: over all texts,<br>"
-    title += f"the router is {speedup} times as fast as plain decoding"
-    axis = f"speed over plain decoding,<br>average of {WINDOW} tokens"
-    return dress(figure, "mixed_stream", title_text=title, yaxis_title_text=axis)
+        seconds = pd.Series(row["seconds"])
+        ratios = {name: f"{ratio(pd.Series(row[of]), seconds):.2f}" for name, of in columns.items()}
+        rows.append({"content": row["content"], "machine": _label_machine(row["machine"])} | ratios)
+    return pd.DataFrame(rows).set_index(["content", "machine"])
 
 
 def worst(record: RunRecord) -> pd.DataFrame:
@@ -632,8 +550,8 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
     return dress(figure, "k_over_time", title_text=title)
 
 
-def _name_contents(figure: go.Figure, rows: pd.DataFrame, **panel: int) -> None:
+def _name_contents(figure: go.Figure, rows: pd.DataFrame) -> None:
     """Draw a line where each content begins, labeled above."""
     figure.update_layout(margin_t=130, title_y=0.93)
     for start in rows[rows["content"] != rows["content"].shift()].itertuples():
-        figure.add_vline(start.token, annotation_text=start.content, **STYLE["content"], **panel)
+        figure.add_vline(start.token, annotation_text=start.content, **STYLE["content"])

@@ -3,7 +3,6 @@
 import html
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -44,18 +43,6 @@ WRONG = STYLE["heat"]["wrong"]
 LEGEND = (
     f"0: noise floor of fault-free runs; wrong above {LIMIT:.2f} ({TIMES_FLOOR:g} times the floor)"
 )
-
-
-class Gallery(NamedTuple):
-    """Results of planted faults.
-
-    `table` has one row per fault. `strips` has faults as rows and modules as columns, with
-    log10(error / floor) of the worst token. `named` maps a fault to the first module named.
-    """
-
-    table: pd.DataFrame
-    strips: pd.DataFrame
-    named: Mapping[str, str]
 
 
 class Study(Experiment):
@@ -132,16 +119,15 @@ class Study(Experiment):
         with FAULTS["expert_scale"](self.lab.target, None, layer=0, eps=factor - 1):
             return self.lab.run("S3", self._deploy)
 
-    def gallery(self, progress: Progress = silent) -> Gallery:
+    def gallery(self, progress: Progress = silent) -> pd.DataFrame:
         """Plant the faults of the gallery one by one, and investigate each in a service.
 
-        Columns of the table: fault, planted (its description), verdict, planted_module,
-        named_module (the first one), module_right, first_token, planted_cause, named_cause,
-        cause_right, seconds. A control
+        Columns: fault, planted (its description), verdict, planted_module, named_module (the first
+        one), module_right, first_token, planted_cause, named_cause, cause_right, seconds. A control
         (`split_k`, `uniform_offset`) passes if no module is named. Raises InputError for a fault
         that does not fit the models, or never acts on this script.
         """
-        rows, strips, framed = [], {}, {}
+        rows = []
         for done, name in enumerate(self.faults):
             progress(done, len(self.faults), name)
             deploy = RecordedFault(FAULTS[name])
@@ -149,10 +135,8 @@ class Study(Experiment):
             fault = deploy.acted()
             first = investigation.first
             verdict = investigation.verdict
-            strips[name] = heat_of(investigation.outcome()).max(axis=1)
             planted = NOTHING if fault.first is None else fault.first or "the model's inputs"
-            if first:
-                framed[name] = first.module
+            module = first.module if first else None
             unnamed = verdict if verdict == "PRECISION_ONLY" else NOTHING
             cause = next((cause.name for cause in investigation.causes), unnamed)
             rows.append(
@@ -162,7 +146,7 @@ class Study(Experiment):
                     "verdict": verdict,
                     "planted_module": planted,
                     "named_module": name_module(first) if first else NOTHING,
-                    "module_right": framed.get(name) == fault.first,
+                    "module_right": module == fault.first,
                     "first_token": first.first_token if first else -1,
                     "planted_cause": fault.cause,
                     "named_cause": cause,
@@ -172,18 +156,17 @@ class Study(Experiment):
             )
         table = pd.DataFrame(rows)
         self.measured["gallery"] = table.to_dict("records")  # Python types, for JSON
-        return Gallery(table, pd.concat(strips, axis=1).T, framed)
+        return table
 
 
 # --- the case: what people compared by hand -------------------------------------------------------
 
 
 def case_table(investigation: Investigation) -> pd.DataFrame:
-    """Return the statistics in the case's notes, over the prompt: one column per setup.
+    """Return what the case's notes compare, over the prompt: one column per setup.
 
-    A key input is the output of the key projection; an attention output is the input of the output
-    projection. The digests cover all parameters of an expert bank, as loaded and as read by its
-    operations. `difference` is |last / first setup - 1|.
+    An attention output is the input of the output projection. The checksums cover all parameters of
+    an expert bank, as loaded and as read by its operations.
     """
     parts = find(investigation.lab.draft)
     columns = {}
@@ -192,8 +175,6 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
         column = {}
         for layer in (0, 1):
             (bank, _), (attention, _) = parts["bank"][layer], parts["attention"][layer]
-            key_mean, key_std = _statistics(outcome, f"{attention}.k_proj", "out")
-            attended_mean, attended_std = _statistics(outcome, f"{attention}.o_proj", "in")
             read = outcome.trace.params.query("module == @bank").drop_duplicates(
                 ["owner", "owner_path"]
             )
@@ -203,73 +184,59 @@ def case_table(investigation: Investigation) -> pd.DataFrame:
                 known for path, known in investigation.lab.loaded.items() if path.endswith(leaves)
             ]
             column |= {
-                f"layer {layer} key input mean": key_mean,
-                f"layer {layer} key input std": key_std,
-                f"layer {layer} attention output mean": attended_mean,
-                f"layer {layer} attention output std": attended_std,
-                f"layer {layer} MoE output std": _statistics(outcome, bank, "out")[1],
-                f"layer {layer} MoE weights, as loaded": digest(sorted(loaded))[:8],
-                f"layer {layer} MoE weights, as read": digest(sorted(read["digest"]))[:8],
-                f"layer {layer} MoE weights, owner of what is read": " ".join(sorted(owners))
-                or NOTHING,
+                f"layer {layer} keys, std": _std(outcome, f"{attention}.k_proj", "out"),
+                f"layer {layer} attention output, std": _std(outcome, f"{attention}.o_proj", "in"),
+                f"layer {layer} expert weights as loaded, checksum": digest(sorted(loaded))[:8],
+                f"layer {layer} expert weights as read, checksum": digest(sorted(read["digest"]))[
+                    :8
+                ],
+                f"layer {layer} expert weights, read from": " ".join(sorted(owners)) or NOTHING,
+                f"layer {layer} expert output, std": _std(outcome, bank, "out"),
             }
         # the first feed is the prompt
         column["first draft token"] = outcome.logits[0][-1].argmax().item()
         columns[f"{name} {says}"] = column
-    table = pd.DataFrame(columns, dtype=object)
-    ends = zip(table.iloc[:, 0], table.iloc[:, -1], strict=True)
-    off = [
-        f"{abs(beside / alone - 1):.1%}" if isinstance(alone, float) else NOTHING
-        for alone, beside in ends
-    ]
-    return table.map(
+    return pd.DataFrame(columns, dtype=object).map(
         lambda value: f"{value:.4f}" if isinstance(value, float) else str(value)
-    ).assign(difference=off)
+    )
 
-
-SHOWN = {
-    "says": "draft_model",
-    "first": "first_wrong",
-    "n_wrong": "wrong_tensors",
-    "foreign": "foreign_parameters",
-    "kills": "rules_out",
-    "for_it": "evidence_for",
-    "against_it": "evidence_against",
-}
-"""Columns of tables that are also JSON documents, with their names in the notebook."""
 
 HYPOTHESES = {
-    "autotuning, caches or buffers that the target's run left behind": ("S4", "wrong_unrun"),
-    "memory layout, KV slots": ("S2", "wrong_same_shape"),
-    "rounding that adds up": ("S3", "banks_alone"),
-    "the fused norm and residual": ("S3", "banks_alone"),
-    "routing": ("S3", "banks_alone"),
+    "autotuning, caches or buffers that the target's run leaves behind": (
+        "S4",
+        "right if the target never runs",
+        "wrong_unrun",
+    ),
+    "memory layout, KV slots": (
+        "S2",
+        "right next to a decoy, as next to a copy of the same shapes",
+        "wrong_same_shape",
+    ),
+    "rounding that adds up, the fused norm and residual, or routing": (
+        "S3",
+        "wrong in other modules than the experts",
+        "banks_alone",
+    ),
 }
-"""The notes' hypotheses, each with the setup and the `divergence_values` entry that decide it."""
+"""The notes' hypotheses: setup, predicted result, and the value that contradicts it if true."""
 
 
 def tabulate_hypotheses(investigation: Investigation) -> pd.DataFrame:
-    """Return one row per hypothesis of the notes: ruled out or open, and the setup that decides.
-
-    `planted_fault` has the answer for the planted fault; there is no trace of the `reported_case`.
-    """
+    """Return one row per hypothesis of the notes, ruled out or open for the planted fault."""
     values = divergence_values(investigation)
     rows = [
-        (guess, setup, "ruled out" if values[value] is True else "open", "unknown")
-        for guess, (setup, value) in HYPOTHESES.items()
+        (guess, setup, predicts, "ruled out" if values[value] is True else "open")
+        for guess, (setup, predicts, value) in HYPOTHESES.items()
     ]
-    table = pd.DataFrame(rows, columns=["hypothesis", "setup", "planted_fault", "reported_case"])
-    return table.merge(
-        investigation.setups()[["setup", "says", "verdict", "first"]], on="setup"
-    ).rename(columns=SHOWN)
+    return pd.DataFrame(rows, columns=["hypothesis", "setup", "expected", "planted_fault"])
 
 
-def _statistics(outcome: Outcome, module: str, role: str) -> tuple[float, float]:
-    """Return the mean and standard deviation of a module's input or output over the prompt."""
+def _std(outcome: Outcome, module: str, role: str) -> float:
+    """Return the standard deviation of a module's input or output over the prompt."""
     values = outcome.trace.arrays[
         outcome.trace.rows(module=module, role=role, step=0)["digest"].iloc[0]
-    ].astype(float)
-    return values.mean(), values.std()
+    ]
+    return values.astype(float).std()
 
 
 def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
@@ -297,7 +264,7 @@ def tabulate_misleading(investigation: Investigation) -> pd.DataFrame:
 def misleading_figure(investigation: Investigation) -> go.Figure:
     """Plot the error of each module's output: standard deviation, relative L2, and its own error.
 
-    Values below LEAST are drawn at LEAST.
+    Lines are drawn at LEAST where they are below it; own errors below it are left out.
     """
     table = tabulate_misleading(investigation)
     wrong = table["ratio"] > TIMES_FLOOR
@@ -306,22 +273,22 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     if wrong.any():
         first = table.loc[wrong.idxmax()]
         title = (
-            f"Output statistics hide the fault: at the first wrong module in {setup.id},<br>"
-            f"the standard deviation is off by {first['std']:.1%}, the values by "
-            f"{first['relative_l2']:.0%}"
+            f"Only its own error shows which module is wrong. Where the fault starts ({setup.id}),"
+            f"<br>the output's values are off by {first['relative_l2']:.0%}, "
+            f"its standard deviation by {first['std']:.1%}"
         )
     lines = table[["std", "relative_l2"]].set_axis(
-        ["output's standard deviation, |ratio - 1|", "output, relative L2"], axis=1
+        ["output's standard deviation", "output's values (relative L2)"], axis=1
     )
     text = _named(table["module"])
     figure = px.line(lines.clip(lower=LEAST), **looks("variable", lines, by=["line_dash"]))
     figure.update_traces(opacity=0.7, text=text, hovertemplate=None)
     for name, part, color in (  # markers only: modules' own errors are independent
-        ("own error on its inputs: correct module", ~wrong, "#888"),
-        ("own error: wrong module", wrong, WRONG),
+        ("module's own error: correct", ~wrong, "#888"),
+        ("module's own error: wrong", wrong, WRONG),
     ):
         figure.add_scatter(
-            y=table["by_itself"].where(part).clip(lower=LEAST),
+            y=table["by_itself"].where(part & (table["by_itself"] > LEAST)),
             name=name,
             text=text,
             mode="markers",
@@ -330,6 +297,9 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
             marker_line_color=color,
             marker_line_width=3,
         )
+    if wrong.any():
+        start = "the fault starts here "
+        figure.add_vline(wrong.idxmax(), annotation_text=start, annotation_position="top left")
     _name_layers(figure, table["module"], range(len(table)))
     return dress(figure, "misleading", title_text=title)
 
@@ -345,13 +315,6 @@ def setups_figure(investigation: Investigation) -> go.Figure:
     first = " and ".join(dict.fromkeys(marks.values())) or "no module"
     title = f"First wrong module: {first}, in {len(marks)} of {len(strips)} setups"
     return draw_strips(pd.concat(strips, axis=1).T, title=title, marks=marks)
-
-
-def gallery_figure(gallery: Gallery) -> go.Figure:
-    """Plot one strip per fault; the module named first is framed."""
-    right = gallery.table["module_right"]
-    title = f"The right module is named, or none in a control: {right.sum()} of {len(right)} runs"
-    return draw_strips(gallery.strips, title=title, marks=gallery.named)
 
 
 def divergence_values(investigation: Investigation) -> Values:
@@ -374,7 +337,7 @@ def divergence_values(investigation: Investigation) -> Values:
     }
     banks = [path for path, _ in find(investigation.lab.draft)["bank"]]
     output_alone, output_beside = (
-        float(column["layer 0 MoE output std"]) for column in (alone, beside)
+        float(column["layer 0 expert output, std"]) for column in (alone, beside)
     )
     first = investigation.first
     return {
@@ -384,13 +347,13 @@ def divergence_values(investigation: Investigation) -> Values:
         "n": len(tokens["S0"]),
         "token": beside["first draft token"],
         "token_alone": alone["first draft token"],
-        "begins_between": alone["layer 0 attention output std"]
-        == beside["layer 0 attention output std"]
-        and alone["layer 1 key input std"] != beside["layer 1 key input std"],
+        "begins_between": alone["layer 0 attention output, std"]
+        == beside["layer 0 attention output, std"]
+        and alone["layer 1 keys, std"] != beside["layer 1 keys, std"],
         "at_bank_0": first is not None and first.module == banks[0],
         "line": investigation.line.partition(" (")[0],
-        "read_alike": alone["layer 0 MoE weights, as read"]
-        == beside["layer 0 MoE weights, as read"],
+        "read_alike": alone["layer 0 expert weights as read, checksum"]
+        == beside["layer 0 expert weights as read, checksum"],
         "output_alone": output_alone,
         "output_beside": output_beside,
         "output_ratio": output_beside / output_alone,
@@ -413,7 +376,7 @@ def heat_of(outcome: Outcome) -> pd.DataFrame:
 
 
 def draw_strips(table: pd.DataFrame, *, title: str, marks: Mapping[str, str]) -> go.Figure:
-    """Plot one strip per row (a setup or a fault): the worst token of each module, in run order.
+    """Plot one strip per row (a setup): the worst token of each module, in run order.
 
     `table` has one column per module. `marks` maps a row to the module to frame and label.
     """

@@ -19,11 +19,20 @@ from specnb.measure.experiment import Progress, check_prompts, first_of_each, pr
 from specnb.measure.intervals import RATIOS
 from specnb.measure.recording import Recording
 from specnb.measure.sweep import Sweep
-from specnb.medusa.checkpoint import LAYOUTS, OWN, TRAINING_FILE, shipped
+from specnb.medusa.checkpoint import TRAINING_FILE, shipped
 from specnb.params import LeagueParams
 from specnb.records import RunRecord
 
 EXPERIMENT = "07_drafters"
+SHOWN = {
+    "speedup": "over same engine",
+    "over_fastest": "over fastest engine",
+    "best_k": "best K",
+    "tau": "tokens per pass",
+    "alpha_1": "acceptance rate",
+    "c": "draft cost",
+}
+"""Columns of `rank_drafters` that notebook 07 shows, and their names there."""
 
 
 def run_league(
@@ -121,15 +130,15 @@ def _alpha_1(record: RunRecord, temperature: float) -> pd.Series:
 
 def show_ranks(record: RunRecord, temperature: float) -> pd.DataFrame:
     """Return `rank_drafters` for display; `*` marks drafters in another engine than the target."""
-    ranks = rank_drafters(record, temperature)
-    return compact(ranks).rename(index=_starred(record, str))
+    ranks = compact(rank_drafters(record, temperature))[[*SHOWN]]
+    return ranks.rename(index=_starred(record), columns=SHOWN)
 
 
-def _starred(record: RunRecord, display: Callable[[str], str] = readable) -> Callable[[str], str]:
+def _starred(record: RunRecord) -> Callable[[str], str]:
     """Return a function that displays a drafter's name, as in `show_ranks`."""
     names = record.measurements["names"]
     across = [names[name] for name in record.measurements["c_across_engines"]]
-    return lambda name: display(name) + ("*" if name in across else "")
+    return lambda name: readable(name) + ("*" if name in across else "")
 
 
 def live_speeds(record: RunRecord, temperature: float) -> pd.DataFrame:
@@ -169,22 +178,15 @@ def compare_contents(record: RunRecord, temperature: float) -> pd.DataFrame:
 
 
 def list_trained() -> pd.DataFrame:
-    """Return the shipped drafters: name, kind, mb, parameters, text_tokens (training), examples."""
-    rows = []
-    for name, folder in shipped().items():
+    """Return the size of each shipped drafter and of the text it was trained on, in millions."""
+    rows = {}
+    for folder in shipped().values():
         facts = read_json(folder / TRAINING_FILE)
-        recipe = facts["recipe"]
-        rows.append(
-            {
-                "name": name,
-                "kind": facts["heads"]["kind"],
-                "mb": (folder / LAYOUTS[OWN]).stat().st_size / 1e6,
-                "parameters": f"{facts['parameters']:,}",
-                "text_tokens": f"{facts['text']['tokens']['train']:,}",
-                "examples": f"{recipe['steps'] * recipe['batch_size']:,}",
-            }
-        )
-    return pd.DataFrame(rows)
+        rows[readable(facts["heads"]["kind"])] = {
+            "parameters (M)": facts["parameters"] / 1e6,
+            "tokens of training text (M)": facts["text"]["tokens"]["train"] / 1e6,
+        }
+    return pd.DataFrame(rows).T.round(1)
 
 
 # --- where a copy of the target pays as its drafter ---

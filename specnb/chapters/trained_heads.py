@@ -20,7 +20,6 @@ from plotly.subplots import make_subplots
 
 from specnb.book.explorer.widgets import Plot
 from specnb.book.style import COLORS, dots, dress, error_bars, looks, readable
-from specnb.book.tables import NOTHING
 from specnb.decode.generate import generate
 from specnb.errors import InputError
 from specnb.io import file_digest, plain
@@ -39,9 +38,9 @@ from specnb.medusa.checkpoint import LoadReport, load_trained_heads
 from specnb.medusa.data import SPLITS, Writing
 from specnb.medusa.drafter import CHAIN, KINDS, HeadsDrafter, drafting_s, timed_trees
 from specnb.medusa.faults import Sound, vary_heads
-from specnb.medusa.gates import Checked, dead_steps, judge_gates
+from specnb.medusa.gates import Checked, judge_gates
 from specnb.medusa.nets import Backbone, Heads, backbone_of
-from specnb.medusa.recipe import PRESETS, Figures, Recipe, in_float32
+from specnb.medusa.recipe import Figures, Recipe, in_float32
 from specnb.medusa.train import lesson_of, train
 from specnb.medusa.tree import TimedTree, fastest_tree, tree_curve
 from specnb.params import MedusaParams
@@ -51,6 +50,20 @@ from specnb.records import RunRecord
 REPEATS = 15
 """Number of timed drafts per median."""
 PLAIN, ALL = "plain", "all"
+PASSES_IF = {
+    "loader": "the checkpoint was loaded, with every parameter",
+    "zero blocks": "without their blocks, the heads give the target's own predictions",
+    "acceptance": (
+        "more draft tokens are accepted than with shuffled weights, "
+        "and not clearly fewer than with another norm"
+    ),
+    "serving": (
+        "in at least 95 % of the rounds, generation accepts the draft tokens "
+        "that are right in the finished text"
+    ),
+    "schedule": "the learning rate stayed above zero until the end of training",
+}
+"""What each gate of `medusa.gates` requires."""
 
 
 class HeadsStudy(Experiment):
@@ -279,6 +292,12 @@ def tabulate_by_category(
     return pd.DataFrame(rows)
 
 
+def tabulate_gates(table: pd.DataFrame) -> pd.DataFrame:
+    """Return one row per gate for display: what it requires, and whether each kind passed."""
+    passed = table.replace({True: "yes", False: "no"}).pivot(index="gate", columns="kind")["passed"]
+    return pd.DataFrame({"passes if": PASSES_IF}).join(passed[[*KINDS]]).rename_axis("gate")
+
+
 def write_study_text(
     params: MedusaParams, target: LanguageModel, folder: Path, progress: Progress = silent
 ) -> pd.DataFrame:
@@ -368,8 +387,6 @@ FINGERPRINT = {
     "copies": "heads repeat the target's next token (should be low)",
 }
 """Columns of `medusa.faults.recognise` that distinguish faults, with their labels."""
-FEW = 10
-"""Positions with fewer tested draft tokens are not drawn."""
 RATIOS = {
     "speedup": "over plain decoding in PyTorch",
     "over_fastest": "over the fastest plain decoding",
@@ -379,7 +396,6 @@ DRAWN = (1, 4, 8, 16)
 """Numbers of nodes of the trees to draw."""
 OLD = Recipe(10_000, peak_lr=1e-4, warmup=200, eta_min=1e-12)
 """The Medusa note's first recipe. Its LR decayed to zero, which `Recipe` rejects."""
-LR_AT = (0, 500, 6_500, 9_999, 29_999)
 POINTS = 6
 """Number of times that held-out metrics are measured in a training run."""
 BATCH, HELD_OUT = "training batch", "held-out"
@@ -416,36 +432,6 @@ def draw_speed(table: pd.DataFrame) -> go.Figure:
         figure,
         "speed",
         title_text=f"Live speed over the fastest plain decoding, all prompts: {speeds}",
-    )
-
-
-def draw_alpha(table: pd.DataFrame) -> go.Figure:
-    """Draw alpha_k by position, with counts and intervals over prompts."""
-    rows = table[table["tested"] >= FEW]
-    place, kinds = pd.factorize(rows["kind"].map(readable))
-    rows = rows.assign(
-        kind=kinds[place],
-        at=rows["position"] + 0.36 * (place - (len(kinds) - 1) / 2),
-        counts=rows["accepted"].astype(str) + " of " + rows["tested"].astype(str),
-    )
-    figure = px.scatter(
-        rows,
-        x="at",
-        y="alpha",
-        text="counts",
-        **looks("kind", kinds, by=["symbol"]),
-        **error_bars(rows, "alpha"),
-    )
-    figure.update_traces(
-        textposition="middle right", textfont_size=14, marker_size=12, cliponaxis=False
-    )
-    figure.update_xaxes(tickvals=rows["position"].unique())
-    first = rows[rows["position"] == 1]
-    first = ", ".join(first["kind"] + first["alpha"].map(" {:.0%}".format))
-    return dress(
-        figure,
-        "alpha",
-        title_text=f"First token of a chain of draft tokens accepted: {first}",
     )
 
 
@@ -512,26 +498,6 @@ def place_nodes(parents: Sequence[int]) -> list[float]:
 
     place(COMMITTED)
     return places
-
-
-def compare_schedules() -> pd.DataFrame:
-    """Return settings, learning rates and the share of dead steps of the Medusa note's two recipes.
-
-    Dead steps are those after the peak with the LR decayed to at most `gates.DEAD_LR` of it.
-    """
-    columns = {}
-    for name, recipe in {"old": OLD, "new": PRESETS["report"]}.items():
-        rates = np.array([*map(recipe.lr, range(recipe.steps))])
-        dead = dead_steps([{"step": step, "lr": rate} for step, rate in enumerate(rates, 1)])
-        columns[name] = {
-            **{field: getattr(recipe, field) for field in ("steps", "peak_lr", "warmup")},
-            "steps with LR near zero": f"{dead:.1%}",
-            **{
-                f"LR at step {step:,}": f"{rates[step]:.1e}" if step < recipe.steps else NOTHING
-                for step in LR_AT
-            },
-        }
-    return pd.DataFrame(columns, dtype=object)
 
 
 class TrainingView:

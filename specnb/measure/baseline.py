@@ -97,7 +97,7 @@ class Baseline(BaseModel, frozen=True):
         return (
             f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
             f"{'more' if change > 0 else 'less'}. Unless the baseline's speed changed by the same "
-            "factor, over_fastest is off by up to as much, beyond its interval."
+            "factor, ratios to the fastest are off by up to as much, beyond their intervals."
         )
 
 

@@ -123,7 +123,6 @@ def test_too_little_data_or_a_planted_fault_leaves_a_claim_undecided():
 
 FALSE_IS_DATA = {
     ("03_compatibility", "cell-06"),
-    ("03_compatibility", "cell-15"),
     ("09_explorer", "explorer-15"),
 }
 """Compared cells, by notebook and id, with tables in which False does not mean a failed check."""

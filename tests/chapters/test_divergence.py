@@ -50,8 +50,7 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
 
 
 def test_the_gallery_names_what_was_planted_and_is_in_the_record(study, wrong):
-    gallery = study.gallery()
-    table = gallery.table
+    table = study.gallery()
     assert table["module_right"].all() and table["cause_right"].all()
     assert table["verdict"].tolist() == ["DIVERGENT", "PRECISION_ONLY"]
     assert (

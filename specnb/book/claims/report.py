@@ -14,13 +14,9 @@ import plotly.graph_objects as go
 from specnb.book.style import COLORS, MARKERS, dress, series, template
 from specnb.io import project_dir, read_json
 from specnb.measure.baseline import Baseline
-from specnb.measure.intervals import RATIOS
 
 LONGEST = 64
 """The largest candidate for the fastest K."""
-SHOWN = ["setting", "k", "tokens_per_s", *RATIOS, "predicted", "predicted_low", "predicted_high"]
-SHOWN += ["acceptance_rate", "tau", "round_ms", "n_prompts"]
-"""Columns of `read_small` for display."""
 
 
 class RoundLine(NamedTuple):
