@@ -334,8 +334,8 @@ def models(
 ) -> None:
     """List models, and which can draft for which.
 
-    Lists the zoo, the models in the checkout, models known only from published facts, and the files
-    in PLACES. `--pairs` shows which can draft for which, for local models or those in PLACES.
+    Lists the zoo, the models in the checkout, and models known only from published facts. With
+    PLACES or `--pairs`, shows which can draft for which: of the models in PLACES, or local ones.
     """
     if fetch:
         from specnb.lm.files import zoo_file
@@ -345,13 +345,13 @@ def models(
             as_json, {"name": fetch, "path": str(path), "n_bytes": path.stat().st_size}, str(path)
         )
         return
-    if pairs:
+    if pairs or places:
         _list_pairs(places, as_json)
         return
     from specnb.compat.models import listing
     from specnb.machine import human_bytes
 
-    document = [vars(row) for row in listing(places or ())]
+    document = [vars(row) for row in listing()]
     rows = []
     for row in document:
         size = (

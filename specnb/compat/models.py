@@ -169,25 +169,14 @@ class Candidate(NamedTuple):
         return 0 < self.size < target.size and not (self.fault or target.fault)
 
 
-def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
-    """Return every model of the zoo, the checkout, the shelf's facts and `places`.
-
-    Reads no weights, and fetches only what `places` name.
-    """
-    rows = files.status() + [
+def listing() -> list[files.ZooStatus]:
+    """Return every model of the zoo, the checkout and the shelf's facts; fetch nothing."""
+    return files.status() + [
         files.ZooStatus(
             name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name)
         )
         for name, fact in shelf_facts().items()
     ]
-    for name in names_in(places):
-        file = expand_home(parse(name).source)
-        model = _candidate(name, describe)
-        source = model.fault or str(file.parent)
-        rows.append(
-            files.ZooStatus(file.name, source, model.described.licence, model.size, True, file)
-        )
-    return rows
 
 
 def pairs(names: Sequence[str]) -> pd.DataFrame:
