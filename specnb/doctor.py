@@ -4,24 +4,19 @@ A check runs the component itself: for example, it decodes with a model. An exce
 becomes its result, and the other checks still run.
 """
 
-import os
-import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 from time import sleep
 from typing import NamedTuple
 
 from specnb.errors import SpecnbError
 from specnb.machine import (
-    INSTRUCTION_SETS,
     LOOK_S,
     SPARE,
     Neighbours,
     allowed_cores,
     available_cores,
-    cpu_facts,
 )
 
 PROBE_MODEL = "smollm2-135m"
@@ -40,8 +35,6 @@ CRASHED = (
 )
 PROBE = """
 import sys, numpy, specnb
-from specnb.lm.gguf.binding import load_library
-print(load_library().api.llama_print_system_info().decode(), flush=True)
 model = specnb.load(sys.argv[1] + "?backend=llama&n_ctx=64")
 row = model.forward([1])[-1]
 # 9 tokens use different kernels from 1 token
@@ -66,14 +59,13 @@ def diagnose(*, decode: bool = True) -> list[Prerequisite]:
     With `decode`, PROBE_MODEL also decodes; it is downloaded if it is not in the cache. A missing
     prerequisite is a finding and never raises.
     """
-    checks = [check_torch, check_threads, check_load, check_browser]
+    checks = [check_torch, check_threads, check_load]
     if decode:
         checks.append(check_decode)
     findings = []
     for check in checks:
         try:
-            result = check()
-            findings += result if isinstance(result, list) else [result]
+            findings.append(check())
         except Exception as error:
             name = check.__name__.removeprefix("check_")
             findings.append(
@@ -99,8 +91,8 @@ def check_torch() -> Prerequisite:
     return Prerequisite("torch", True, f"{torch.__version__}, {gpu}", "")
 
 
-def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisite]:
-    """Decode in a subprocess, because llama.cpp built for another CPU crashes; check the build."""
+def check_decode(probe: str = PROBE, timeout_s: float = 120) -> Prerequisite:
+    """Decode in a subprocess, because llama.cpp built for another CPU crashes."""
     from specnb.lm.files import zoo_file
 
     try:
@@ -114,10 +106,10 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
         )
     except SpecnbError as error:
         fix = f"with a network, once: specnb models --fetch {PROBE_MODEL}"
-        return [Prerequisite(DECODES, False, str(error), fix)]
+        return Prerequisite(DECODES, False, str(error), fix)
     except subprocess.TimeoutExpired:
         fix = f"retry on an idle machine, or rebuild: {REBUILD}"
-        return [Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)]
+        return Prerequisite(DECODES, False, f"no token within {timeout_s:g} s", fix)
     code = done.returncode
     output = done.stderr if code else done.stdout
     line = output.strip().rpartition("\n")[2][:500]
@@ -125,38 +117,17 @@ def check_decode(probe: str = PROBE, timeout_s: float = 120) -> list[Prerequisit
     if code < 0:
         line = f"crashed while decoding ({signal.Signals(-code).name}): {line}"
         fix = FREE_MEMORY if code == -signal.SIGKILL else CRASHED
-    findings = [judge(DECODES, code == 0, line, fix, False)]
-    # printed even if it crashed later
-    if used := re.findall(r"(\w+) = 1", done.stdout.partition("\n")[0]):
-        names = [INSTRUCTION_SETS[flag] for flag in cpu_facts()["isa"]]
-        lacks = [name for name in names if name not in ("", *used)]
-        detail = f"uses {' '.join(used)}"
-        if lacks:
-            detail += f"; this CPU also has {' '.join(lacks)}"
-        fix = f"for faster forward passes: {REBUILD}"
-        findings.append(judge("llama.cpp fits the CPU", not lacks, detail, fix))
-    return findings
+    return judge(DECODES, code == 0, line, fix, False)
 
 
 def check_threads() -> Prerequisite:
-    """Compare the thread settings with the cores; nested parallel regions multiply threads."""
+    """Compare the number of torch's threads with the cores."""
     import torch
 
     cores = available_cores()
-    best = {
-        "OMP_NUM_THREADS": cores,
-        "MKL_NUM_THREADS": cores,
-        "OPENBLAS_NUM_THREADS": 1,
-        "OMP_MAX_ACTIVE_LEVELS": 1,
-    }
-    stated = {name: text for name in best if (text := os.environ.get(name))}
-    fixes = {name: best[name] for name, text in stated.items() if text != str(best[name])}
-    if (threads := torch.get_num_threads()) > cores:
-        fixes["OMP_NUM_THREADS"] = cores
-    settings = ", ".join([*map("=".join, stated.items()), f"torch uses {threads}"])
-    detail = f"{settings}; {cores} cores are available"
-    fix = f"export {' '.join(f'{name}={n}' for name, n in fixes.items())}"
-    return judge("threads", not fixes, detail, fix)
+    threads = torch.get_num_threads()
+    detail = f"torch uses {threads}; {cores} cores are available"
+    return judge("threads", threads <= cores, detail, f"export OMP_NUM_THREADS={cores}")
 
 
 def check_load() -> Prerequisite:
@@ -168,13 +139,3 @@ def check_load() -> Prerequisite:
     idle = taken <= cores - available_cores() + SPARE
     detail = f"other processes use {taken:.1f} of {cores} cores"
     return judge("load", idle, detail, "wait for them (see `top`), then check again")
-
-
-def check_browser() -> Prerequisite:
-    """Look for a Chromium that kaleido can use: without it, figures are not exported as images."""
-    from choreographer.browsers.chromium import Chromium  # the lookup that kaleido uses
-
-    path = Chromium.find_browser(skip_local=False)
-    ok = path is not None and Path(path).is_file()
-    fix = "apt-get install chromium, or: kaleido_get_chrome"
-    return judge("browser for svg and png", ok, path or "none in PATH, BROWSER_PATH not set", fix)

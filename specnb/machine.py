@@ -47,8 +47,8 @@ GLANCE_S = 0.1
 STALE_S = 2.0
 """Age in seconds at which an average is out of date."""
 
-INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))
-"""CPU instruction sets that decide which matrix kernels run, with llama.cpp's names for them."""
+INSTRUCTION_SETS = read_toml(Path(__file__).with_name("isa.toml"))["names"]
+"""CPU instruction sets that decide which matrix kernels run."""
 
 
 def kernel_text(file: Path) -> str:
@@ -121,29 +121,21 @@ def cpuinfo() -> tuple[str | None, frozenset[str]]:
 
 
 def cpu_facts() -> JsonObject:
-    """Return the CPU's model, instruction sets and cores, and Linux settings that affect speed.
+    """Return the CPU's model, instruction sets and cores, and the load.
 
     Unknown values are None. Core counts are physical, logical, usable (affinity), quota (cgroup),
-    and available, the default number of threads of the engines. `numa_nodes` counts the nodes of
-    the usable cores; `load_average` is over 1, 5 and 15 minutes.
+    and available, the default number of threads of the engines. `load_average` is over 1, 5 and 15
+    minutes.
     """
     model, flags = cpuinfo()
-    cores = allowed_cores()
-    folder = SYSTEM / "devices/system/cpu"
-    nodes = {node.name for n in cores for node in folder.glob(f"cpu{n}/node*")}
-    pages = re.search(r"\[(\w+)\]", kernel_text(SYSTEM / "kernel/mm/transparent_hugepage/enabled"))
     return {
         "model": model or platform.processor() or platform.machine() or None,
         "isa": [flag for flag in INSTRUCTION_SETS if flag in flags],
         "physical_cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
-        "usable_cores": len(cores),
+        "usable_cores": len(allowed_cores()),
         "quota_cores": quota_cores(),
         "available_cores": available_cores(),
-        "threads_per_core": len(cores) // len(siblings) if (siblings := core_siblings()) else None,
-        "numa_nodes": len(nodes) or None,
-        "huge_pages": pages[1] if pages else None,
-        "governor": kernel_text(folder / f"cpu{cores[0]}/cpufreq/scaling_governor") or None,
         "load_average": [*psutil.getloadavg()],
     }
 

@@ -164,7 +164,7 @@ class Server:
             )
             message = reply["choices"][0]["message"]
             has_rounds = counts and "draft_n_accepted" not in counts
-            accepted, drafted, _ = (
+            accepted, drafted = (
                 read_counts(counts, None, prompt.id) if has_rounds else Request((), ())
             )
             row = {

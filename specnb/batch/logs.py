@@ -32,7 +32,7 @@ from specnb.measure.cost import Cost
 from specnb.measure.intervals import Interval, interval, pays, rate_ratio
 from specnb.measure.recording import Recording
 from specnb.measure.replay import Counts, every_k
-from specnb.measure.triage import PERFECT, REMEDIES, Share, signs_by_position
+from specnb.measure.triage import REMEDIES, Share, signs_by_position
 
 MAX_ROUNDS = 10**6
 MAX_K = 512
@@ -40,19 +40,12 @@ MAX_K = 512
 MAX_CELLS = 5 * 10**7
 """Maximum tokens of a file times its largest K: `Request.recording` has two entries for each."""
 
-CHANCE = 3
-"""Maximum number of draft tokens that are accepted by chance."""
-
 
 class Request(NamedTuple):
-    """The rounds of one request, in order if the log states the order.
-
-    `rounds` are the fewest and most rounds that fit the rounded numbers of a log line.
-    """
+    """The rounds of one request, in order if the log states the order."""
 
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
-    rounds: tuple[int, int] | None = None
 
     @property
     def n_tokens(self) -> int:
@@ -115,7 +108,6 @@ class Histogram(BaseModel):
     num_spec_tokens: Drafts = 0
     num_draft_tokens: Count | None = None
     draft_n: Count | None = None  # from counters: some drafts were shorter than K
-    rounds: tuple[int, int] | None = None
 
     def request(self, k: int | None) -> Request:
         if (n := sum(self.acceptance_histogram.values())) > MAX_ROUNDS:
@@ -129,7 +121,7 @@ class Histogram(BaseModel):
             # shorten drafts where the fewest tokens were accepted: this hides the least
             drafted -= _fill(k - np.maximum(accepted, 1), k * n - self.draft_n)
         order = np.random.default_rng(0).permutation(n)
-        return Request(tuple(accepted[order].tolist()), tuple(drafted[order].tolist()), self.rounds)
+        return Request(tuple(accepted[order].tolist()), tuple(drafted[order].tolist()))
 
 
 def _fill(rooms: np.ndarray, n: int) -> np.ndarray:
@@ -267,8 +259,7 @@ def _recover(accepted: str, drafted: str, length: str, rates: str) -> JsonObject
     counts = fewest[middle] + _fill(
         most[middle] - fewest[middle], n_accepted - fewest[middle].sum()
     )
-    first, n, last = rounds[fits[[0, len(fits) // 2, -1]], 0].tolist()
-    return _histogram(counts.astype(int).tolist(), n, n_drafted) | {"rounds": (first, last)}
+    return _histogram(counts.astype(int).tolist(), int(rounds[middle, 0]), n_drafted)
 
 
 def _histogram(reached: list[int], rounds: int, drafted: int) -> JsonObject:
@@ -323,7 +314,7 @@ def read_counts(counts: JsonObject, k: int | None, place: str) -> Request:
         )
     with reading(place):
         request = validated(shape, counts, place).request(k)
-        accepted, drafted, *_ = request
+        accepted, drafted = request
         if len(accepted) != len(drafted):
             raise ValueError(
                 f"got {len(accepted)} accepted counts, but {len(drafted)} drafted ones"
@@ -354,9 +345,7 @@ def by_position(requests: Sequence[Request]) -> pd.DataFrame:
     Of `tested` rounds, `accepted` accepted the draft token at this position; `alpha` is the ratio.
     `tau` would be the tokens per round if each of these rounds had ended its draft there.
     """
-    accepted, drafted = (
-        np.concatenate(counts) for counts in zip(*(r[:2] for r in requests), strict=True)
-    )
+    accepted, drafted = (np.concatenate(counts) for counts in zip(*requests, strict=True))
     tested = np.minimum(accepted + 1, drafted)
     table = pd.DataFrame({"position": range(1, drafted.max() + 1)})
     for name, counts in {"accepted": accepted, "tested": tested}.items():
@@ -374,20 +363,12 @@ def find_faults(requests: Sequence[Request], k: int | None = None) -> list[dict[
     """
     table = by_position(requests)
     alphas = [Share.of(*counts) for counts in zip(table["accepted"], table["tested"], strict=True)]
-    every = Share.of(table["accepted"].sum(), table["tested"].sum())
     signs = []
     if k not in (None, len(table)):
         signs.append(
             ("K ignored", f"rounds drafted up to {len(table)} tokens, K = {k} was requested")
         )
     signs += signs_by_position(alphas)
-    if every.low > PERFECT:
-        signs.append(("all accepted", f"{every} tested draft tokens were accepted"))
-    if alphas[0].hits > CHANCE:
-        signs = [
-            ("near zero, above chance" if name == "near zero" else name, evidence)
-            for name, evidence in signs
-        ]
     return [describe_fault(name, evidence) for name, evidence in signs]
 
 

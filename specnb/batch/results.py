@@ -1,6 +1,5 @@
 """Find the records of runs, and list the runs in one table."""
 
-import json
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ RECORD = re.compile(
 )
 """Keys of a record's files; no folder but that of a failed run begins with a period."""
 OVERVIEW = """
-    SELECT r.run_id, r.experiment, r.started, r.status, r.params AS differs,
+    SELECT r.run_id, r.experiment, r.started, r.status, r.params,
            date_diff('second', r.started, r.ended) AS seconds,
            count(g.run_id) AS generations, sum(g.n_tokens) AS tokens
     FROM runs r LEFT JOIN generations g ON g.run_id = r.run_id AND g.experiment = r.experiment
@@ -51,18 +50,5 @@ def local_copy(results: str | None) -> Iterator[Path]:
 
 
 def overview(results: Path) -> pd.DataFrame:
-    """Return one row per run, oldest first; `differs` has the parameters that runs do not share."""
-    table = store.query(OVERVIEW, results)
-    texts = table["differs"].map(
-        lambda text: [f"{name}={value}" for name, value in json.loads(text).items()]
-    )
-    shared = (
-        texts.map(set)
-        .groupby(table["experiment"])
-        .transform(lambda sets: [set.intersection(*sets)] * len(sets))
-    )
-    differs = [
-        ", ".join(t for t in parts if t not in common)
-        for parts, common in zip(texts, shared, strict=True)
-    ]
-    return table.assign(differs=differs)
+    """Return one row per run, oldest first."""
+    return store.query(OVERVIEW, results)

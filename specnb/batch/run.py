@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 GRACE_S = 20.0
 """Seconds that an interrupted run has to save its outcome before it is terminated."""
 INTERRUPTED = 130
+RETRIES = 1
 
 
-Status = Literal["completed", "skipped", "failed", "timed out", "killed"]
+Status = Literal["completed", "skipped", "failed", "killed"]
 
 
 class Job(NamedTuple):
     """One run of a notebook; `results` is a folder or s3://BUCKET/PREFIX, and contains `folder`.
 
-    `limit_s` limits the whole run. A run whose kernel or process dies is restarted up to `retries`
-    times.
+    A run whose kernel or process dies is restarted up to RETRIES times.
     """
 
     notebook: str
@@ -44,8 +44,6 @@ class Job(NamedTuple):
     budget: str | None
     run_id: str
     results: str
-    limit_s: float | None
-    retries: int
 
     @property
     def folder(self) -> str:
@@ -91,7 +89,7 @@ def completed_notebook(job: Job) -> str:
 def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
     """Run a job in its own process, listed in `running` meanwhile; closing its stdin ends it."""
     clock = time.perf_counter()
-    for attempt in range(1, job.retries + 2):
+    for attempt in range(1, RETRIES + 2):
         with tempfile.TemporaryFile() as complaints:
             process = subprocess.Popen(
                 [sys.executable, "-m", "specnb.batch.run"],
@@ -101,20 +99,17 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
                 start_new_session=True,  # Ctrl-C goes to the sweep, which ends its runs
             )
             running.add(process)
-            timer = threading.Timer(job.limit_s or threading.TIMEOUT_MAX, process.stdin.close)
             try:
                 process.stdin.write(json.dumps(job).encode() + b"\n")
                 process.stdin.flush()
-                timer.start()
                 outcome = (process.stdout.read().splitlines() or [b"{}"])[-1]
                 code = process.wait()
             finally:
-                timer.cancel()
                 running.discard(process)
             complaints.seek(0)
             last = complaints.read().decode(errors="replace").strip().rpartition("\n")[2]
-        status, error = _judge_end(job, json.loads(outcome), code, last)
-        if status != "killed" or attempt > job.retries:
+        status, error = _judge_end(json.loads(outcome), code, last)
+        if status != "killed" or attempt > RETRIES:
             break
         time.sleep(attempt)  # the dead process may still hold the lock of the folder
     return Ended(
@@ -122,14 +117,12 @@ def execute(job: Job, running: set[subprocess.Popen]) -> Ended:
     )
 
 
-def _judge_end(job: Job, outcome: JsonObject, code: int, last: str) -> tuple[Status, str]:
+def _judge_end(outcome: JsonObject, code: int, last: str) -> tuple[Status, str]:
     """Return the status and the error, from outcome ({} if none), exit code and last line."""
     from specnb.book.engine import format_error
 
     if outcome.get("status") == "completed":
         return "completed", ""
-    if code == INTERRUPTED:
-        return "timed out", f"still running after {job.limit_s} s"
     if problem := outcome.get("error"):
         return "killed" if problem["kind"] == "DeadKernelError" else "failed", format_error(problem)
     if code == 2:

@@ -9,7 +9,7 @@ completed runs, and continues a sweep that was interrupted or lost a machine.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from math import prod
@@ -98,9 +98,7 @@ def _values(value: Any, is_list: bool) -> list[Any]:
     return [value]
 
 
-def jobs(
-    batch: Batch, *, results: str, limit_s: float | None = None, retries: int = 1
-) -> list[Job]:
+def jobs(batch: Batch, *, results: str) -> list[Job]:
     """Return one job per combination, checked as in `specnb run`, without duplicates.
 
     Raises InputError for invalid parameters, and for no runs or more than MAX_RUNS.
@@ -120,25 +118,16 @@ def jobs(
         params, resolved = resolve_params(source, params, batch.budget)
         run_id = store.run_id(source.path.stem, resolved)
         budget = resolved.get("budget")
-        by_id[run_id] = Job(
-            str(source.path), source.sha256, params, budget, run_id, results, limit_s, retries
-        )
+        by_id[run_id] = Job(str(source.path), source.sha256, params, budget, run_id, results)
     return list(by_id.values())
 
 
-def run_sweep(
-    chosen: Sequence[Job],
-    *,
-    workers: int = 1,
-    scheduler: str = "",
-    resources: Mapping[str, float] | None = None,
-) -> Iterator[Ended]:
+def run_sweep(chosen: Sequence[Job], *, workers: int = 1, scheduler: str = "") -> Iterator[Ended]:
     """Run the jobs that have not completed. Yield the skipped jobs first, then each as it ends.
 
     Up to `workers` jobs run in parallel on this machine, or the jobs run on the cluster of a dask
-    `scheduler` (tcp://HOST:PORT), where each uses these `resources` of a worker, such as GPU=1. An
-    interrupt ends all jobs on this machine, or waiting jobs on a cluster. Raises FetchError if the
-    scheduler does not respond.
+    `scheduler` (tcp://HOST:PORT). An interrupt ends all jobs on this machine, or waiting jobs on a
+    cluster. Raises FetchError if the scheduler does not respond.
     """
     todo = []
     for job in chosen:
@@ -147,7 +136,7 @@ def run_sweep(
         else:
             todo.append(job)
     if todo:
-        yield from _on_dask(scheduler, resources, todo) if scheduler else _here(workers, todo)
+        yield from _on_dask(scheduler, todo) if scheduler else _here(workers, todo)
 
 
 def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
@@ -165,9 +154,7 @@ def _here(workers: int, todo: Sequence[Job]) -> Iterator[Ended]:
                 time.sleep(0.1)
 
 
-def _on_dask(
-    scheduler: str, resources: Mapping[str, float] | None, todo: Sequence[Job]
-) -> Iterator[Ended]:
+def _on_dask(scheduler: str, todo: Sequence[Job]) -> Iterator[Ended]:
     """Run jobs on a cluster; if a worker dies, its process ends and dask reassigns the job."""
     import distributed
 
@@ -178,10 +165,7 @@ def _on_dask(
             f"no dask scheduler at {scheduler} ({error}): start one with `dask scheduler`"
         ) from error
     with client:
-        jobs = {
-            client.submit(execute, job, set(), key=f"specnb-{job.run_id}", resources=resources): job
-            for job in todo
-        }
+        jobs = {client.submit(execute, job, set(), key=f"specnb-{job.run_id}"): job for job in todo}
         try:
             for future in distributed.as_completed(jobs):
                 job = jobs[future]

@@ -30,7 +30,6 @@ from specnb.cli.show import (
     frame_of,
     print_result,
     table_of,
-    warn_if_busy,
 )
 from specnb.errors import InputError, SpecnbError, importing
 from specnb.io import comma_list, plain, project_dir, reading, write_atomic
@@ -83,13 +82,11 @@ def options(
 
 @app.command(rich_help_panel=START)
 def generate(
-    text: str | None = None,
-    prompt: str | None = None,
+    text: str,
     chat: bool = False,
     target: str = "smollm2-135m",
     draft: str | None = None,
     drafter: str | None = None,
-    self_type: str | None = None,
     heads_checkpoint: str | None = None,
     tree: str | None = None,
     k: int | None = None,
@@ -117,16 +114,9 @@ def generate(
             f"got --draft {draft!r} and --drafter {drafter!r}: "
             "give one, or both with --drafter auto"
         )
-    if bool(text) == bool(prompt):
-        raise InputError(
-            f"got the prompts {text!r} and {prompt!r}, expected one, as the argument or as --prompt"
-        )
     chosen = drafter or draft or (None if controller else "auto")
-    text = text or prompt
     console = Console()
     written = []
-    if baseline:
-        warn_if_busy()
 
     def write(piece: str, drafted: bool) -> None:
         bar.close()
@@ -142,7 +132,6 @@ def generate(
             strict=strict,
             heads_checkpoint=heads_checkpoint,
             tree=tree,
-            self_type=self_type,
             arms=draft if drafter else None,
             k=k,
             controller=controller,
@@ -162,9 +151,7 @@ def generate(
     if suspicious := suspicion(result):
         complain(suspicious)
     document = result.model_dump(mode="json") | {"triage": suspicious or None}
-    details = (
-        (show.summary_of(result), result.summary.what_paid) if verbose else result.summary.notes
-    )
+    details = (show.summary_of(result),) if verbose else result.summary.notes
     print_result(as_json, document, *details, result.conclusion)
 
 
@@ -204,8 +191,6 @@ def lab(context: Context, notebook: str = "00") -> None:
         copy = root / "notebooks" / path.name
         if not copy.exists():
             write_atomic(copy, path.read_bytes())
-        elif copy.stat().st_mtime < path.stat().st_mtime:
-            complain(f"{copy} is older than its notebook: rename it to get the new one")
     for name in ("figures", "data"):
         link = root / name
         if link.is_symlink():
@@ -230,7 +215,6 @@ def check(
     models: list[str] | None = None,
     decode: bool = True,
     verbose: bool = False,
-    k: int = 4,
     as_json: Json = False,
 ) -> None:
     """Check the machine, or a target and its drafter.
@@ -240,7 +224,7 @@ def check(
     after a rejection.
     """
     if models:
-        raise Exit(_check_models(models, k, as_json))
+        raise Exit(_check_models(models, as_json))
     from specnb import doctor
 
     findings = [finding._asdict() for finding in doctor.diagnose(decode=decode)]
@@ -252,7 +236,7 @@ def check(
     raise Exit(int(False in answers))
 
 
-def _check_models(models: list[str], k: int, as_json: bool) -> int:
+def _check_models(models: list[str], as_json: bool) -> int:
     """Run `compat.preflight` on a model, or a target and its drafter; return the exit code."""
     from specnb.compat.preflight import preflight
     from specnb.draft.load import open_pair
@@ -263,7 +247,7 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
         )
     with open_pair(models[0], *models[1:] or [None], strict=True) as (target, drafter, _):
         opened = (drafter, target) if drafter else (target,)
-        checks = [check._asdict() for check in preflight(*opened, k=k)]
+        checks = [check._asdict() for check in preflight(*opened)]
     print_result(
         as_json, checks, table_of("check", checks, ["verdict", "check", "evidence", "remedy"])
     )
@@ -272,7 +256,7 @@ def _check_models(models: list[str], k: int, as_json: bool) -> int:
 
 @app.command(rich_help_panel=MODELS)
 def describe(model: str, certify: bool = False, as_json: Json = False) -> None:
-    """Show how a model loads and rolls back, and what drafts for it.
+    """Show how a model loads and rolls back.
 
     With `--certify`, compare passes over 2 to 64 tokens with single steps, bit for bit; exit code 1
     unless all are identical.
@@ -348,12 +332,10 @@ def models(
     fetch: str | None = None,
     as_json: Json = False,
 ) -> None:
-    """List models, their roles, and which can draft for which.
+    """List models, and which can draft for which.
 
-    Lists the zoo, the models in the checkout, models known only from published facts, and the files
-    in PLACES. A model has a role if a listed partner has the same token ids, and the sizes of the
-    pair allow a speedup. `--pairs` shows the pairs and the reasons, for local models or those in
-    PLACES.
+    Lists the zoo, the models in the checkout, and models known only from published facts. With
+    PLACES or `--pairs`, shows which can draft for which: of the models in PLACES, or local ones.
     """
     if fetch:
         from specnb.lm.files import zoo_file
@@ -363,13 +345,13 @@ def models(
             as_json, {"name": fetch, "path": str(path), "n_bytes": path.stat().st_size}, str(path)
         )
         return
-    if pairs:
+    if pairs or places:
         _list_pairs(places, as_json)
         return
     from specnb.compat.models import listing
     from specnb.machine import human_bytes
 
-    document = [vars(row) for row in listing(places or ())]
+    document = [vars(row) for row in listing()]
     rows = []
     for row in document:
         size = (
@@ -380,7 +362,7 @@ def models(
         rows.append(
             row | {"size": size, "present": "facts only" if row["path"] is None else row["present"]}
         )
-    columns = ["name", "roles", "present", "licence", "size", "source"]
+    columns = ["name", "present", "licence", "size", "source"]
     print_result(
         as_json,
         document,
@@ -437,7 +419,6 @@ def bench(
     from specnb.prompts import categories as all_categories
     from specnb.prompts import prompts as read_prompts
 
-    warn_if_busy()
     names = drafters or []
     for option, value in {"--row": row, "--page": page}.items():
         if value and len(names) != 1:
@@ -540,7 +521,6 @@ def run(
     paths = [*map(find_notebook, notebooks or ())] or all_notebooks()
     if params and len(paths) > 1:
         raise InputError(f"-p is for one notebook, but {len(paths)} are to run: name one notebook")
-    warn_if_busy()
     zoo_file("smollm2-135m")  # downloaded here, to show the progress
     folder = results or store.results_dir()
     document = []

@@ -18,10 +18,7 @@ def sweep(
     budget: str | None = None,
     workers: int = 1,
     scheduler: str = "",
-    resource: list[str] | None = None,
     results: str | None = None,
-    timeout_s: float | None = None,
-    retries: int = 1,
     dry_run: bool = False,
     as_json: Json = False,
 ) -> None:
@@ -34,8 +31,8 @@ def sweep(
     failed; the other runs are not affected.
 
     On several machines: start `dask scheduler` on one, and on each of them
-    `dask worker tcp://HOST:8786 --nthreads 1` (for GPUs, with --resources GPU=1), in the same
-    checkout and environment, with results in a shared folder or s3://. On SLURM, start the workers
+    `dask worker tcp://HOST:8786 --nthreads 1`, in the same checkout and environment, with results
+    in a shared folder or s3://. On SLURM, start the workers
     with dask_jobqueue.SLURMCluster(cores=1, processes=1), on Kubernetes with
     dask_kubernetes.operator.KubeCluster, and pass their scheduler_address to `--scheduler`.
     """
@@ -52,19 +49,16 @@ def sweep(
     else:
         batch = batches.read_batch(Path(notebook))
     results = results or str(store.results_dir())
-    jobs = batches.jobs(batch, results=results, limit_s=timeout_s, retries=retries)
+    jobs = batches.jobs(batch, results=results)
     if dry_run:
         columns = ["run_id", "params", "folder"]
         rows = [{name: getattr(job, name) for name in columns} for job in jobs]
         print_result(as_json, rows, table_of(f"{len(jobs)} runs", rows, columns))
         return
-    resources = parse_parameters(resource or [])
     ended = []
     code = 0
     try:
-        for run in batches.run_sweep(
-            jobs, workers=workers, scheduler=scheduler, resources=resources
-        ):
+        for run in batches.run_sweep(jobs, workers=workers, scheduler=scheduler):
             ended.append(run)
             code = code or int(not run.ok)
             params = ", ".join(f"{name}={value}" for name, value in run.params.items())
@@ -128,14 +122,12 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
     advice = [advise(rows) | {"break_even": cost.break_even()} for cost, (_, rows) in groups]
     positions = by_position(requests)
     faults = find_faults(requests, k)
-    unclear = [request.rounds for request in requests if len({*(request.rounds or ())}) > 1]
     document = {
         "requests": len(requests),
         "tau": records_of(table),
         "advice": advice,
         "positions": records_of(positions),
         "findings": faults,
-        "unclear_rounds": unclear,
     }
     counted = "one request" if len(requests) == 1 else f"{len(requests)} requests"
     title = (
@@ -148,7 +140,6 @@ def _advise(log: Path, k: int | None, c: float, t8: float | None, as_json: bool)
         as_json,
         plain(document, nan=None),
         table_of("findings", faults, ["check", "evidence", "remedy"]) if faults else "",
-        f"several numbers of rounds fit {len(unclear)} lines: {unclear}" if unclear else "",
         frame_of(
             "draft positions; tau if each of these rounds had ended its draft there", positions
         ),

@@ -19,7 +19,6 @@ def investigate(
     target: str | None = None,
     deploy: str | None = None,
     fault: str | None = None,
-    layer: int | None = None,
     setups: str | None = None,
     tokens: int = 32,
     prompt_tokens: int = 16,
@@ -47,8 +46,6 @@ def investigate(
     for complaint, wrong in {
         f"got --deploy {deploy!r} and --fault {fault!r}, expected only one of them": deploy
         and fault,
-        f"got --layer {layer} without a planted fault: add --fault NAME": layer is not None
-        and not fault,
         f"got --target {target}, but the embedded pair has its own: leave it out": draft == PAIR
         and target is not None,
         f"got --prompt-tokens {prompt_tokens}, expected fewer than --tokens {tokens}": prompt_tokens
@@ -69,7 +66,7 @@ def investigate(
         require_known("setup", name, SETUPS)
     if dtype is not None:
         require_known(f"type of {draft}", dtype, [*pair.DTYPES, *["float16"] * (draft != PAIR)])
-    service = deploy_fault(fault, layer=layer) if fault else None
+    service = deploy_fault(fault) if fault else None
     with ExitStack() as opened:
         with judged():
             if deploy:

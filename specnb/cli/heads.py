@@ -25,8 +25,6 @@ def train(
     draft_vocab: int = 8192,
     steps: int | None = None,
     batch_size: int | None = None,
-    learning_rate: float | None = None,
-    teacher: float | None = None,
     seed: int | None = None,
 ) -> None:
     """Train heads for a frozen backbone. The same command resumes a stopped training."""
@@ -42,8 +40,6 @@ def train(
         kind,
         steps=steps,
         batch_size=batch_size,
-        peak_lr=learning_rate,
-        teacher=teacher,
         seed=seed,
     )
     work = work or cache_dir() / "medusa"

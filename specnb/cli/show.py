@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 UNKNOWN = 125
 """Exit code if nothing could be judged: `git bisect run` skips it; 1 to 124 mean a bad commit."""
-EPILOG = "More options: --help-all."
 FOLDED = 13
 """Width to which a column of text may be folded."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -40,18 +39,7 @@ Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""
 
 
-class Command(TyperCommand):
-    """A command whose `--help` shows the most common options, and whose `--help-all` shows all."""
-
-    def parse_args(self, ctx, args):
-        if "--help-all" in args:
-            for parameter in self.params:
-                parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
-            args = ["--help"]
-        return super().parse_args(ctx, args)
-
-
-class TakesPairs(Command):
+class TakesPairs(TyperCommand):
     """A command whose `-p` takes NAME VALUE or NAME=VALUE; typer has no lists of pairs."""
 
     def parse_args(self, ctx, args):
@@ -73,14 +61,11 @@ class App(Typer):
             rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(
                 function.__name__, {}
             )
-            declared = dict(declarations(rows))
-            for parameter, option in declared.items():
+            for parameter, option in declarations(rows):
                 function.__annotations__[parameter] = Annotated[
                     function.__annotations__[parameter], option
                 ]
-            rare = any(option.hidden for option in declared.values())
-            defaults = {"cls": Command, "epilog": EPILOG if rare else None}
-            return super(App, self).command(name, **defaults | options)(function)
+            return super(App, self).command(name, **options)(function)
 
         return register
 
@@ -96,7 +81,7 @@ def declarations(rows: Mapping[str, Any], panel: str | None = None) -> Iterator[
             continue
         facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
-        facts |= {"rich_help_panel": panel, "hidden": facts.pop("rare", False)}
+        facts["rich_help_panel"] = panel
         if facts.pop("argument", False):
             yield name, Argument(**facts)
         else:  # by default, typer would add --no-…, and turn k into -k
@@ -179,7 +164,7 @@ def summary_of(result: "PairRun") -> Part:
     """Return the summary table of a generation, with the measured or the estimated speed-up."""
     summary, generation = result.summary, result.generation
     facts = summary.model_dump(
-        exclude={"notes", "what_paid", "estimated_speedup" if summary.speedup else "speedup"}
+        exclude={"notes", "estimated_speedup" if summary.speedup else "speedup"}
     )
     facts |= {"fork": summary.fork, "translation": generation.translation}
     labels = {
@@ -197,18 +182,6 @@ def summary_of(result: "PairRun") -> Part:
 def complain(message: object) -> None:
     """Print one line on stderr."""
     print(f"specnb: {' '.join(clean(message).splitlines())}", file=sys.stderr)
-
-
-def warn_if_busy() -> None:
-    """Print a line on stderr if other processes are busy, because times are then unreliable."""
-    from specnb import doctor
-
-    load = doctor.check_load()
-    if not load.ok:
-        complain(
-            "the machine is busy, so times will not be representative: "
-            f"{load.detail}; see which with: top"
-        )
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """`specnb divergence capture` and `compare`: record a model's computation; compare two traces."""
 
-import shlex
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +20,6 @@ def capture(
     prompt: str | None = None,
     max_new_tokens: int | None = None,
     tokens: Path | None = None,
-    width: int | None = None,
     as_json: Json = False,
 ) -> None:
     """Feed a text to a model in torch, and record the inputs and outputs of its modules.
@@ -29,7 +27,8 @@ def capture(
     The prompt is fed at once, then greedy tokens one by one, even after an end-of-generation token.
     The run to compare with must be fed the same tokens: --tokens FOLDER repeats the forward passes
     and rollbacks of the first trace. `compare` then finds where the two diverge, and whether that
-    is rounding. For its --sound, capture the same model with the same tokens in blocks (--width 5).
+    is rounding. For its --sound, capture the same model with the same tokens in blocks: a file of
+    ids has one forward pass per line.
 
     The forward pass is that of transformers. A GGUF file is also dequantized and loaded in torch,
     which shows transformers' code, not llama.cpp's.
@@ -38,20 +37,16 @@ def capture(
         raise InputError(
             f"--tokens {tokens} sets all tokens: leave out --prompt and --max-new-tokens"
         )
-    if width and not tokens:
-        raise InputError(f"--width {width} divides the text of --tokens into blocks: add --tokens")
     if out.exists():
         raise InputError(f"--out {out} exists: choose a new folder, or remove it")
     from specnb.decode.generate import prompt_ids
     from specnb.divergence.capture import capture as capture_modules
-    from specnb.divergence.script import Script, feed, feed_greedily, read_script
+    from specnb.divergence.script import feed, feed_greedily, read_script
     from specnb.lm.load import load
     from specnb.lm.probe import probe_ids
     from specnb.measure.experiment import ProgressBar
 
     script = read_script(tokens) if tokens else None
-    if width:
-        script = Script.blocks(script.text, width=width)
     explain_torch(model)
     stopped = ""
     opened = load(model, backend="hf", decoder="transformers")
@@ -82,22 +77,13 @@ def capture(
         "stopped": stopped or None,
     }
     modules = trace.facts["modules"]
-    commands = [
-        ("capture", "OTHER-MODEL", "--tokens", out, "--out", "OTHER"),
-        ("compare", out, "OTHER"),
-    ]
-    if tokens and tokens.is_dir():  # another trace of the same tokens
-        commands = [("compare", tokens, out)]
-    following = [shlex.join(map(str, ("specnb", "divergence", *words))) for words in commands]
     document = {
         "folder": str(out),
         "modules": modules,
         **table,
-        "next": following,
         "token_ids": [step["token_ids"] for step in steps],
     }
-    lines = [f"next: {line}" for line in following]
-    print_result(as_json, document, facts_of(str(out), table | modules), *lines)
+    print_result(as_json, document, facts_of(str(out), table | modules))
 
 
 def explain_torch(name: str) -> None:

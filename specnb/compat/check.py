@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from specnb.compat.description import DRAFT_HEADS, Description, State
+from specnb.compat.description import Description, State
 from specnb.draft.model import n_common
 from specnb.draft.token_map import Fit, Tokens, Translation, VocabularyOverlap, choose_translation
 from specnb.errors import OTHER_DRAFTERS, InputError
 from specnb.io import read_toml
-from specnb.lm.vocab import Vocabulary
 
 
 class Verdict(StrEnum):
@@ -181,15 +180,10 @@ class Report(NamedTuple):
 def check(target: Description, draft: Description) -> Report:
     """Compare a draft model with a target, from their descriptions alone.
 
-    A drafter in DRAFT_HEADS without a vocabulary uses the target's, if it has as many rows.
-
     >>> from specnb.compat.read import describe
     >>> check(describe("qwen2.5"), describe("qwen3")).verdict.value
     'works with slicing'
     """
-    if draft.architecture in DRAFT_HEADS and target.vocab and not draft.vocab and draft.vocab_size:
-        same = draft.vocab_size == target.vocab_size
-        draft = draft.with_pieces(target.vocab if same else Vocabulary(()), target.n_tokens)
     pair = target, draft
     tokens = target.tokens, draft.tokens
     fitted = None if None in tokens else choose_translation(*tokens)
@@ -352,12 +346,7 @@ def _of_models(target: Description, draft: Description) -> Iterator[tuple]:
     if target.n_ctx and draft.n_ctx and draft.n_ctx < target.n_ctx:
         remedy = "drafting ends where the draft's context does; generation goes on without it"
         yield "context length", NOTE, str(target.n_ctx), str(draft.n_ctx), remedy
-    if option := DRAFT_HEADS.get(draft.architecture):
-        rows = [f"rows {d.vocab_size or 0:,}" for d in (target, draft)]
-        rows[1] += f", mask {_show(draft.mask)}"
-        remedy = "drafts in the target's vocabulary, from its hidden states"
-        yield "modified draft", BREAKS, *rows, f"{remedy}: use llama.cpp's --spec-type {option}"
-    elif draft.mask:
+    if draft.mask:
         remedy = (
             "it was trained to draft several tokens at once from mask tokens (PARD 2504.18583): "
             "drafting one at a time works but is not what it was tuned for; "
@@ -435,8 +424,6 @@ def _llama_cpp(target: Description, draft: Description) -> tuple[bool | None, st
     It compares type, add_bos and bos, add_eos and eos, size (difference <= 128), and texts from
     id 5. The first difference decides.
     """
-    if option := DRAFT_HEADS.get(draft.architecture):
-        return True, f"with --spec-type {option} it compares no tokens"
     pair = target, draft
     vocabs = target.vocab, draft.vocab
     if None not in vocabs and target.vocab.kind != draft.vocab.kind:
@@ -465,8 +452,6 @@ def _llama_cpp(target: Description, draft: Description) -> tuple[bool | None, st
 
 def _transformers(target: Description, draft: Description) -> tuple[bool | None, str]:
     """Apply the check of transformers 5.23, which takes equal sizes for equal tokenizers."""
-    if draft.architecture in DRAFT_HEADS:
-        return False, f"it has no model class for {draft.architecture}"
     a = target.vocab_size
     b = draft.vocab_size
     if None in (a, b):

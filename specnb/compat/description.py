@@ -19,9 +19,6 @@ from specnb.lm.vocab import Vocabulary
 STATES = read_toml(Path(__file__).with_name("states.toml"))
 """Architectures with a recurrent state, by `State`, and the `layer_types` that have one."""
 
-DRAFT_HEADS = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
-"""llama.cpp's `--spec-type` by architecture, for drafters that use the target's hidden states."""
-
 
 class State(StrEnum):
     """The kind of a model's state, which decides how it can be rolled back."""

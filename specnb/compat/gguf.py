@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from specnb.compat.description import DRAFT_HEADS, Description, state_of
+from specnb.compat.description import Description, state_of
 from specnb.errors import InputError, LoadError
 from specnb.io import digest
 from specnb.lm.gguf import binding
@@ -27,7 +27,7 @@ from specnb.lm.gguf.header import (
     Header,
     read_header,
 )
-from specnb.lm.vocab import MAX_ID, ids_in, require_rows
+from specnb.lm.vocab import MAX_ID
 
 CONTROL, USER_DEFINED = 3, 4  # gguf.TokenType
 VOCABULARY = "vocabulary.gguf"
@@ -49,8 +49,6 @@ def read_gguf(path: Path | str) -> Description:
     rows = embedding[1] if len(embedding) == 2 else header.get(f"{architecture}.vocab_size", int)
     if rows is not None and not 0 < rows <= MAX_ID:
         raise header.fault("the number of rows of the embedding", rows, f"{MAX_ID} is the maximum")
-    mask = header.get("tokenizer.ggml.mask_token_id", int) if architecture in DRAFT_HEADS else None
-    require_rows(rows or MAX_ID, path, {"mask_token_id": mask})
     described = Description(
         name=header.get("general.name", str) or header.path.stem,
         source=str(path),
@@ -60,7 +58,6 @@ def read_gguf(path: Path | str) -> Description:
         n_layers=header.get(f"{architecture}.block_count", int),
         licence=header.get("general.license", str),
         state=state_of(architecture),
-        mask=frozenset(ids_in(mask)),
     )
     bare = header.get(MODEL, str, "none") in NO_VOCABULARY
     return described if bare else _with_tokens(header, described)

@@ -1,4 +1,4 @@
-"""Models: the facts of one, a list of all with their roles, and which pairs can pay.
+"""Models: the facts of one, a list of all, and which pairs can pay.
 
 Whether a pair fits is the verdict of `check`; each two vocabularies are compared once. Whether it
 can pay follows from a bound on the speedup: a round of K draft tokens commits tau tokens
@@ -12,8 +12,7 @@ over a single token. If the bound is at most 1, the pair cannot pay; otherwise, 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,10 +23,9 @@ import psutil
 from specnb.compat.check import check, predict
 from specnb.compat.description import Description, State
 from specnb.compat.read import describe, shelf_facts, shelf_names
-from specnb.draft.token_map import ids_agree
 from specnb.errors import FetchError, InputError, LoadError
 from specnb.fetch import gguf_parts
-from specnb.io import read_json, reading
+from specnb.io import reading
 from specnb.lm import files
 from specnb.lm.files import expand_home, local_file, parse, weights_bytes
 from specnb.lm.gguf.header import ARCHITECTURE, read_header
@@ -55,8 +53,7 @@ OPENED = (
 
 def opens(name: str | Path) -> bool:
     """Return whether `specnb.load` can open a name; otherwise it is a tokenizer or only facts."""
-    text = str(name).partition("?")[0].lower()
-    return not text.endswith(".json") and text not in shelf_names()
+    return str(name).partition("?")[0].lower() not in shelf_names()
 
 
 def weights(name: str) -> int:
@@ -94,18 +91,17 @@ def active_share(name: str) -> float:
 
 
 def sheet(name: str) -> dict[str, Any]:
-    """Return the facts of a model: what it is, how it opens and rolls back here, and its drafts.
+    """Return the facts of a model: what it is, and how it opens and rolls back here.
 
     Opens the model if it has weights; if that fails, `opens` has the reason. Raises as `describe`.
     """
     described = describe(name)
     base = name.partition("?")[0].lower()
-    rows = files.status()
-    licence = described.licence or next((row.licence for row in rows if row.name == base), None)
+    licences = {row.name: row.licence for row in files.status()}
     facts = {
         "model": name,
         **{key: getattr(described, key) for key in STATED},
-        "licence": licence,
+        "licence": described.licence or licences.get(base),
         "tokenizer": described.vocab and described.vocab.kind,
         "trained_n_ctx": described.n_ctx,
     }
@@ -113,19 +109,10 @@ def sheet(name: str) -> dict[str, Any]:
         return facts | {"opens": "no: it is a tokenizer, or facts without weights"}
     spec = parse(name)
     crops = described.state is State.ATTENTION
-    # one copy of each model, and none that would have to be fetched
-    drafts = [row.name for row in rows if row.present and ":" not in row.name and row.name != base]
-    heads = files.embedded_root().parent.glob("heads/*/config.json")
     facts |= {
         "size_bytes": weights_bytes(spec),
         "weights": files.weights_origin(name),
         "strategies": ["crop"] if crops else [*spec.engine.preferred],
-        "drafts": [f"{draft}: {check(described, describe(draft)).verdict}" for draft in drafts],
-        "heads": [
-            config.parent.name
-            for config in heads
-            if read_json(config)["backbone_name"].partition("?")[0] == base
-        ],
     }
     memory = psutil.Process().memory_info
     before = memory().rss
@@ -182,50 +169,13 @@ class Candidate(NamedTuple):
         return 0 < self.size < target.size and not (self.fault or target.fault)
 
 
-def listing(places: Iterable[str] = ()) -> list[files.ZooStatus]:
-    """Return every model of the zoo, the checkout, the shelf's facts and `places`, with its roles.
-
-    A "target" has a "draft" in the list that has the same ids and can pay. Without translation, if
-    any K can pay, K = 1 can: it commits 1 + QUALITY tokens for 1 + c plain steps. Facts, whose size
-    is a number of weights, only pair with facts. Reads no weights, and fetches only what `places`
-    name. `roles` is None if the pieces are not available, and "no: …" for a damaged file.
-    """
-    rows = files.status() + [
+def listing() -> list[files.ZooStatus]:
+    """Return every model of the zoo, the checkout and the shelf's facts; fetch nothing."""
+    return files.status() + [
         files.ZooStatus(
             name, f"hf:{fact['model']}", fact.get("licence"), None, False, None, weights(name)
         )
         for name, fact in shelf_facts().items()
-    ]
-    models = [_candidate(row.name, partial(describe, fetch=False)) for row in rows]
-    for name in names_in(places):
-        file = expand_home(parse(name).source)
-        model = _candidate(name, describe)
-        rows.append(
-            files.ZooStatus(
-                file.name, str(file.parent), model.described.licence, model.size, True, file
-            )
-        )
-        models.append(model)
-    models = _distinct(models)
-    roles = [set() for _ in models]
-    agree = cache(ids_agree)
-    for (i, target), (j, draft) in permutations(enumerate(models), 2):
-        comparable = draft.can_draft_for(target) and opens(draft.name) == opens(target.name)
-        tokens = target.described.tokens, draft.described.tokens
-        if (
-            comparable
-            and draft.active < QUALITY * target.active
-            and None not in tokens
-            and agree(*tokens)
-        ):
-            roles[i].add("target")
-            roles[j].add("draft")
-    return [
-        replace(
-            row,
-            roles=model.fault or (model.described.vocab and ", ".join(sorted(of, reverse=True))),
-        )
-        for row, model, of in zip(rows, models, roles, strict=True)
     ]
 
 

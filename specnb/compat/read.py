@@ -5,7 +5,6 @@ qwen2.5  qwen3-0.6b                 shelf: a vocabulary of data/vocab, or publis
 model.gguf  hf:ORG/NAME:Q4_K_M      header of the file
 ./folder  hf:ORG/NAME?revision=x    config.json, tokenizer.json and other small files; runs no code
 tiny-hybrid                         the same, for a model included in the checkout
-tokenizer.json                      a tokenizer alone
 """
 
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from specnb.compat.description import DRAFT_HEADS, Description, State, state_of
+from specnb.compat.description import Description, State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError, did_you_mean
 from specnb.fetch import HUB_GGUF, asking_hub, from_hub, hub_folder, reach_hub
@@ -47,25 +46,23 @@ CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"
 META_KEY = b"specnb.vocab"
 
 
-def describe(name: str | Path, *, fetch: bool = True) -> Description:
+def describe(name: str | Path) -> Description:
     """Return the description of the model or tokenizer `name`.
 
-    Options after "?" are ignored, except the `revision` of a model on the hub. Without `fetch`,
-    models of the zoo are described from the shelf alone. Raises InputError for an unknown or
-    damaged source, and FetchError if it cannot be fetched.
+    Options after "?" are ignored, except the `revision` of a model on the hub. Raises InputError
+    for an unknown or damaged source, and FetchError if it cannot be fetched.
     """
     text, _, query = str(name).partition("?")
     revision = dict(parse_qsl(query)).get("revision", "main")
-    read_file = {".gguf": read_gguf, ".json": read_folder}.get(Path(text.lower()).suffix)
     if files.is_zoo_name(text):  # no copy is created for its header: it would state the same
         entry, _ = files.find_entry(text)
-        described = read_gguf(files.zoo_file(entry.name)) if fetch else read_shelf(entry.vocabulary)
+        described = read_gguf(files.zoo_file(entry.name))
     elif HUB_GGUF.fullmatch(text):
         described = read_gguf(from_hub(text, revision))
     elif text.startswith(HUB):
         described = read_hub(text, revision)
-    elif read_file:
-        described = read_file(files.expand_home(text))
+    elif text.lower().endswith(".gguf"):
+        described = read_gguf(files.expand_home(text))
     elif text.lower() in shelf_names():
         described = read_shelf(text)
     elif (folder := files.local_folder(text)).is_dir():
@@ -74,7 +71,7 @@ def describe(name: str | Path, *, fetch: bool = True) -> Description:
         names = [*files.ENTRIES, *files.embedded_names(), *shelf_names()]
         raise InputError(
             f"{str(name)!r} is not a known model or tokenizer: {did_you_mean(text, names)}"
-            "give a .gguf or tokenizer.json file, a folder, hf:ORG/NAME, "
+            "give a .gguf file, a folder, hf:ORG/NAME, "
             f"or one of {', '.join(names)}"
         )
     return replace(described, name=str(name))
@@ -190,13 +187,11 @@ def read_hub(name: str, revision: str) -> Description:
 
 
 def read_folder(path: Path) -> Description:
-    """Return what the small files of a folder, or a tokenizer.json alone, state.
+    """Return what the small files of a folder state.
 
     Without config.json, `vocab_size` is the tokenizer's; without tokenizer.json, `vocab` is None.
     Raises InputError with file, key, value and remedy.
     """
-    if not path.is_dir():
-        return _with_tokenizer(Description(str(path), str(path)), path, {})
     config, stated, generation = (
         read_json(path / file) if (path / file).exists() else {}
         for file in (CONFIG, TOKENIZER_CONFIG, GENERATION)
@@ -204,15 +199,13 @@ def read_folder(path: Path) -> Description:
     with reading(path / CONFIG):
         # keys of a multimodal model's language model take precedence
         text = config | (config.get("text_config") or {})
-        named = str(config.get("architectures")).lower()
-        kind = next((part for part in DRAFT_HEADS if part in named), text.get("model_type"))
+        kind = text.get("model_type")
         size = text.get("vocab_size")
         if size is not None and (not isinstance(size, int) or not 0 <= size <= MAX_ID):
             raise ValueError(f"vocab_size is {size!r}, expected 0 to {MAX_ID}")
-        flash = text.get("dflash_config") or (text if kind in DRAFT_HEADS else {})
-        # mask tokens of PARD, of the draft models that vLLM calls ptd, and of DFlash
-        mask = (text.get("pard_token"), text.get("ptd_token_id"), flash.get("mask_token_id"))
-        for file, values in ((CONFIG, config), (CONFIG, text | flash), (GENERATION, generation)):
+        # mask tokens of PARD, and of the draft models that vLLM calls ptd
+        mask = (text.get("pard_token"), text.get("ptd_token_id"))
+        for file, values in ((CONFIG, config), (CONFIG, text), (GENERATION, generation)):
             require_rows(size or MAX_ID, path / file, values)
         described = Description(
             str(path),

@@ -92,23 +92,20 @@ class TextStream:
 
 def checked_settings(
     k: int | Controller | None = None,
-    max_new_tokens: int | None = None,
-    stop: str | Sequence[str] | None = None,
-    ignore_eog: bool | None = False,
+    max_new_tokens: int = StopRules.max_new_tokens,
+    stop: str | Sequence[str] = (),
+    ignore_eog: bool = False,
     **sampling: Any,
 ) -> tuple[Sampling, StopRules, Controller | None]:
-    """Check the settings of `generate` before a model is opened. None is the default of each.
+    """Check the settings of `generate` before a model is opened.
 
     The returned controller is None if `k` is None. Raises InputError.
     """
-    settings = Sampling(**{name: value for name, value in sampling.items() if value is not None})
+    settings = Sampling(**sampling)
     rule_of(settings)
     control = k if isinstance(k, Controller) or k is None else FixedK(k)
-    length = StopRules.max_new_tokens if max_new_tokens is None else max_new_tokens
-    if stop is None:
-        stop = ()
     strings = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
-    return settings, StopRules(length, strings, bool(ignore_eog)), control
+    return settings, StopRules(max_new_tokens, strings, ignore_eog), control
 
 
 def generate(
@@ -139,7 +136,7 @@ def generate(
     here. If a drafter cannot be loaded, or its logits are not finite, generation continues without
     it, and `fallback` contains the reason; with `strict`, both are errors. `rule` is "token",
     "block" or "typical" (lossy), or an `accept.Rule`. `on_round` is called after each round; its
-    time is not counted. None is the default of each setting.
+    time is not counted.
 
     Raises InputError, CapacityError, VocabularyMismatch, NonFiniteLogits, and what `load` raises
     for the target.

@@ -9,7 +9,7 @@ from specnb.draft.base import Drafter
 from specnb.errors import FetchError, InputError, LoadError
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import parse
-from specnb.lm.load import checked_name, load, room_for_both
+from specnb.lm.load import checked_name, load
 from specnb.registry import CHECKS, DRAFT_MODEL, DRAFTERS, resolve
 
 HEADS = "medusa"
@@ -103,7 +103,6 @@ def open_pair(
             checked_name(name)
             if isinstance(drafter, str):
                 check_drafter(drafter, name, **options)
-                drafter, fallback = room_for_both(name, join_engine(drafter, name), strict=strict)
             target = opened.enter_context(closing(load(name)))
         if isinstance(drafter, str):
             drafter, fallback = load_drafter(drafter, target, strict=strict, **options)

@@ -2,9 +2,9 @@
 
 It needs no model and costs almost nothing. The longest match is used; among equally long matches,
 the most recent. With a hashed index, each token takes amortized O(1) time at any text length. After
-a match of n tokens, at most `max_spec_factor` * n tokens are proposed (the rule and name are those
-of SuffixDecoding, 2411.04975), because a match of one token predicts little. In a replay, a factor
-of 4 gives 7 % more tokens per second than no limit if T(9)/T(1) is 1.65, and 2 % if it is 1.16.
+a match of n tokens, at most FACTOR * n tokens are proposed (the rule is that of SuffixDecoding,
+2411.04975), because a match of one token predicts little. In a replay, a factor of 4 gives 7 % more
+tokens per second than no limit if T(9)/T(1) is 1.65, and 2 % if it is 1.16.
 """
 
 from collections.abc import Sequence
@@ -14,20 +14,12 @@ from specnb.draft.base import DrafterBase, Picker, Proposal
 from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 
+FACTOR = 4
+"""Maximum number of copied tokens per token of the match."""
+
 
 class Copier(DrafterBase):
-    """Copies at most `max_spec_factor` * n tokens after a match of n tokens.
-
-    Raises InputError unless `max_spec_factor` is above 0.
-    """
-
-    def __init__(self, max_spec_factor: float) -> None:
-        if not max_spec_factor > 0:
-            raise InputError(
-                f"got max_spec_factor={max_spec_factor}, "
-                "expected a number above 0 (inf for no limit)"
-            )
-        self._factor = max_spec_factor
+    """Copies at most FACTOR * n tokens after a match of n tokens."""
 
     def copy(
         self, tokens: Sequence[int], start: int, n: int, k: int, picker: Picker
@@ -36,15 +28,14 @@ class Copier(DrafterBase):
 
         A copy may overlap itself, as in LZ77: a text with period p continues with period p.
         """
-        length = picker.copies(n, max(1, int(min(k, self._factor * n))))
+        length = picker.copies(n, min(k, FACTOR * n))
         return tuple(tokens[start + j % (len(tokens) - start)] for j in range(length))
 
 
 class LookupDrafter(Copier):
     """Copies the tokens that followed the last occurrence of the newest n tokens.
 
-    Tries n from `n_max` down to `n_min`. Proposes at most `max_spec_factor` * n tokens (inf: no
-    limit). Raises InputError for invalid settings.
+    Tries n from `n_max` down to `n_min`. Raises InputError for invalid settings.
 
     >>> from specnb import generate
     >>> from specnb.lm import toy
@@ -53,13 +44,12 @@ class LookupDrafter(Copier):
     [(), (), (), (1, 2, 0, 1)]
     """
 
-    def __init__(self, n_max: int = 6, n_min: int = 1, max_spec_factor: float = 4.0) -> None:
+    def __init__(self, n_max: int = 6, n_min: int = 1) -> None:
         if not 1 <= n_min <= n_max <= 64:
             raise InputError(
                 f"lookup needs 1 <= n_min <= n_max <= 64, got n_min={n_min}, n_max={n_max}"
             )
-        super().__init__(max_spec_factor)
-        self.name = f"lookup(n={n_min}..{n_max},x{max_spec_factor:g})"
+        self.name = f"lookup(n={n_min}..{n_max},x{FACTOR})"
         self._sizes = range(n_max, n_min - 1, -1)
         self._next_of = {}
         self._indexed = 0

@@ -16,10 +16,9 @@ import numpy as np
 
 from specnb.draft.base import DrafterBase, Proposal
 from specnb.draft.translate import TokenIntersection
-from specnb.errors import CapacityError, InputError, require_known
+from specnb.errors import CapacityError, InputError
 from specnb.lm.base import LanguageModel
 from specnb.lm.files import name_copy, parse
-from specnb.lm.gguf.binding import FILE_TYPES
 from specnb.lm.load import load
 from specnb.lm.vocab import first_difference
 
@@ -144,16 +143,15 @@ def _require_torch(target: LanguageModel) -> Any:
 # --- a quantized copy of the target: same tokenizer, no training, no download ---------------------
 
 
-def self_drafter(target: LanguageModel, *, self_type: str = "q4_0", **options: Any) -> ModelDrafter:
-    """Return a drafter that is a copy of the target, quantized to `self_type`."""
-    refuse_copy(target.name, self_type=self_type)
-    return model_drafter(name_copy(target.name, self_type), target, **options)
+def self_drafter(target: LanguageModel, **options: Any) -> ModelDrafter:
+    """Return a drafter that is a copy of the target, quantized to q4_0."""
+    refuse_copy(target.name)
+    return model_drafter(name_copy(target.name), target, **options)
 
 
-def refuse_copy(target: str, *, self_type: str = "q4_0") -> None:
-    """Raise InputError for a target or a weight type that does not allow a quantized copy."""
+def refuse_copy(target: str) -> None:
+    """Raise InputError for a target that does not allow a quantized copy."""
     spec = parse(target)
-    require_known("weight type", self_type, FILE_TYPES)
     if spec.where == "hf" and spec.backend != "llama":
         raise InputError(
             f"{target!r} is not a GGUF model, so it has no quantized copy: "

@@ -12,10 +12,9 @@ compressed tokenizer does: `my_name` matches `myName`, and the tokens after it a
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from specnb.draft.base import Proposal
-from specnb.draft.lookup import Copier
+from specnb.draft.lookup import FACTOR, Copier
 from specnb.lm.base import LanguageModel
 from specnb.lm.vocab import Vocabulary
 
@@ -84,7 +83,7 @@ def _extend(state: SuffixState, token: int) -> SuffixState:
 
 
 class SuffixDrafter(Copier):
-    """Copies the tokens after the longest match, at most `max_spec_factor` times its length.
+    """Copies the tokens after the longest match, at most FACTOR times its length.
 
     With a vocabulary as `loose`, tokens match if `fold` maps them to the same token.
 
@@ -95,9 +94,8 @@ class SuffixDrafter(Copier):
     [(), (), (), (1, 2, 0, 1)]
     """
 
-    def __init__(self, max_spec_factor: float = 4.0, *, loose: Vocabulary | None = None) -> None:
-        super().__init__(max_spec_factor)
-        self.name = f"suffix(x{max_spec_factor:g}{', loose' if loose else ''})"
+    def __init__(self, *, loose: Vocabulary | None = None) -> None:
+        self.name = f"suffix(x{FACTOR}{', loose' if loose else ''})"
         self._same_as = fold(loose) if loose else {}
 
     def start(self, tokens):
@@ -125,6 +123,6 @@ def fold(vocab: Vocabulary) -> dict[int, int]:
     }
 
 
-def suffix_drafter(target: LanguageModel, *, loose: bool = False, **options: Any) -> SuffixDrafter:
+def suffix_drafter(target: LanguageModel, *, loose: bool = False) -> SuffixDrafter:
     """Return the drafter; with `loose`, tokens match if `fold` maps them to the same token."""
-    return SuffixDrafter(loose=target.vocab if loose else None, **options)
+    return SuffixDrafter(loose=target.vocab if loose else None)

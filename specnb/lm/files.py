@@ -204,8 +204,6 @@ class ZooEntry(PinnedFile):
     shipped_type: str
     parameters: int
     derived_bytes: Mapping[str, int] = field(default_factory=dict)
-    kl: Mapping[str, str] = field(default_factory=dict)
-    vocabulary: str = "smollm2"
 
     def n_bytes(self, kind: str | None) -> int:
         """Return the size of the copy of this type, or of the shipped file for None."""
@@ -251,7 +249,7 @@ def without_wide_type(name: str) -> str:
 
 
 def weights_origin(name: str) -> str | None:
-    """Return the origin of a model's weights, and their KL divergence if known; None if unknown."""
+    """Return the origin of a model's weights; None if unknown."""
     source = name.partition("?")[0]
     if not is_zoo_name(source):
         rounded = "dtype=int4" in name and not source.endswith(".gguf")
@@ -259,12 +257,7 @@ def weights_origin(name: str) -> str | None:
     entry, kind = find_entry(source)
     if kind:
         return f"of the shipped {entry.shipped_type} file, as {kind}"
-    spec = parse(name)
-    engine = spec.options.get("dtype") if spec.backend == "hf" else "llama.cpp"
-    origin = f"of the shipped {entry.shipped_type} file"
-    if engine not in entry.kl or "coarse" in spec.options:
-        return origin
-    return f"{origin}; KL from its float32 form in {engine}: {entry.kl[engine]}"
+    return f"of the shipped {entry.shipped_type} file"
 
 
 def zoo_file(name: str) -> Path:
@@ -365,16 +358,16 @@ def weights_bytes(spec: ModelSpec) -> int:
     return stored * width // WIDTHS.get(config.get("dtype", config.get("torch_dtype")), 2)
 
 
-def name_copy(name: str, kind: str) -> str:
-    """Return the name of a copy of a GGUF with weights of `kind` (see `gguf.binding.FILE_TYPES`).
+def name_copy(name: str) -> str:
+    """Return the name of a copy of a GGUF with weights of the type q4_0.
 
     The copies that the zoo lists are created on loading, others now. Raises LoadError or FetchError
     if a copy cannot be written.
     """
     spec = parse(name)
-    if spec.where == "zoo" and kind in (entry := find_entry(spec.source)[0]).derived_bytes:
-        return f"{entry.name}:{kind}"
-    return str(copy_once(local_file(spec), kind))
+    if spec.where == "zoo" and "q4_0" in (entry := find_entry(spec.source)[0]).derived_bytes:
+        return f"{entry.name}:q4_0"
+    return str(copy_once(local_file(spec), "q4_0"))
 
 
 def copy_once(file: Path, kind: str) -> Path:
@@ -419,7 +412,6 @@ class ZooStatus:
     present: bool
     path: Path | None
     parameters: int | None = None
-    roles: str | None = None
 
 
 def status() -> list[ZooStatus]:

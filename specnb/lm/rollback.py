@@ -352,16 +352,8 @@ class RewindableModel(LanguageModel):
         if len(counts) == 1:
             return
         when = "within a text" if any_time else "between texts"
-        details = self.caps.details
-        details |= {"thread_counts": counts, "threads_change": when, "fewest_threads": counts[-1]}
-
-        engine = self._engine
-
-        def follow(n: int) -> None:
-            engine.set_threads(n)
-            details["fewest_threads"] = min(n, details["fewest_threads"])
-
-        self.pace = ThreadPace(counts, follow, any_time=any_time)
+        self.caps.details.update(thread_counts=counts, threads_change=when)
+        self.pace = ThreadPace(counts, self._engine.set_threads, any_time=any_time)
 
     def _choose_rollback(
         self,
@@ -456,4 +448,3 @@ class RewindableModel(LanguageModel):
         self.unsettled = None
         if self.pace:
             self.pace.begin()
-            self.caps.details["fewest_threads"] = self.pace.threads

@@ -1,8 +1,6 @@
 """The drafter `auto`: routes between prompt lookup and other drafters by their measured costs."""
 
 from collections.abc import Sequence
-from math import isnan
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from specnb.errors import InputError
 from specnb.lm.base import LanguageModel
 from specnb.measure.cost import Cost, verify_costs
 from specnb.measure.policies import MOST
-from specnb.records import Generation
 
 LOOKUP = "suffix"
 """The drafter that is always an arm."""
@@ -73,14 +70,6 @@ def _needed(router: Router, arm: Arm) -> float:
     return break_even(round_s / router.verify_s[1])
 
 
-def _describe_break_even(acceptance: float, busy: bool) -> str:
-    if busy or acceptance == 0:  # 0: passes over more tokens took less time, which is noise
-        return "no break-even is given, because the machine was busy"
-    if isnan(acceptance):
-        return "no acceptance rate would pay here"
-    return f"drafting pays from an acceptance rate of {100 * acceptance:.0f} %"
-
-
 def measure_cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
     """Measure the cost of rounds of up to `most` draft tokens, in a second or two."""
     k_max = _widest(target, min(most, drafter.n_heads or most))
@@ -91,37 +80,3 @@ def measure_cost(target: LanguageModel, drafter: Drafter, most: int) -> Cost:
 def _widest(target: LanguageModel, most: int) -> int:
     """Return the largest K, at most `most`, whose cost can be measured."""
     return max(1, min(most, target.caps.max_width - 1, target.caps.n_ctx // 2 - 1))
-
-
-def judge_drafts(
-    drafter: Drafter | None, generation: Generation, cost: Cost | None, *, busy: bool = False
-) -> dict[str, Any]:
-    """Return `what_paid`, and for a single drafter `alpha` and `break_even`, of a `PairSummary`.
-
-    A router contains its costs; `cost` are those of any other drafter. The result is empty without
-    costs. On a `busy` machine, `what_paid` states no break-even.
-    """
-    if isinstance(drafter, Router):
-        step_s = drafter.verify_s[1]
-        arms = [(a.drafter.name, a.draft_s / step_s, _needed(drafter, a)) for a in drafter.arms]
-        rounds = drafter.choices
-    elif drafter and cost:
-        arms = [(drafter.name, cost.c, cost.break_even(k_max=cost.curve.widths[-1] - 1))]
-        rounds = [(drafter.name, r.n_tested, r.n_accepted) for r in generation.rounds]
-    else:
-        return {}
-    accounts = []
-    for name, c, needed in arms:
-        accepted = sum(n_accepted for arm, _, n_accepted in rounds if arm == name)
-        tested = sum(min(n, n_accepted + 1) for arm, n, n_accepted in rounds if arm == name)
-        alpha = accepted / tested if tested else None
-        did = f"{accepted} of {tested} tested draft tokens were accepted" if tested else "no drafts"
-        accounts.append(
-            f"{name}: {did}; one draft step takes {c:.2f} plain decoding steps; "
-            f"{_describe_break_even(needed, busy)}."
-        )
-    judged = {"what_paid": " ".join(accounts)}
-    if len(arms) == 1:
-        judged["alpha"] = alpha
-        judged["break_even"] = None if isnan(needed) else needed
-    return judged

@@ -28,8 +28,6 @@ EDGES = (1, 2, 4, 5, 8, 9, 16, 17)
 CONTEXT = 256
 """Tokens in the state when forward passes are timed, if the contexts of the models allow it."""
 THIS_MACHINE = "this machine"
-NOISE = 0.95
-"""T(n)/T(1) below which a measurement is noise: a pass over more tokens does not take less time."""
 
 CURVE_REPEATS = {"quick": 3, "normal": 7, "full": 7}
 """Number of timed forward passes of each width, by the budget of a notebook."""
@@ -90,18 +88,14 @@ class CostCurve(BaseModel, frozen=True, extra="forbid"):
     def describe(self, c: float, *, across: bool) -> str:
         """Return sentences with `c`, which may be measured `across` engines, and T(n)/T(1)."""
         widths = self.widths if len(self.widths) <= len(EDGES) else EDGES
-        ratios = {n: self.ratio(n) for n in widths[1:] if n <= self.widths[-1]}
-        passes = ", ".join(f"T({n})/T(1) = {ratio:.2f}" for n, ratio in ratios.items())
+        passes = ", ".join(
+            f"T({n})/T(1) = {self.ratio(n):.2f}" for n in widths[1:] if n <= self.widths[-1]
+        )
         engines = " (measured in another engine)" if across else ""
-        sentence = (
+        return (
             f"One draft step takes c = {c:.2f} plain decoding steps{engines}. "
             f"Forward passes: {passes}"
         )
-        if min(ratios.values(), default=1) < NOISE:
-            sentence += (
-                ". A ratio below 1 is timing noise of a busy machine: measure again when it is idle"
-            )
-        return sentence
 
 
 class Cost(NamedTuple):

@@ -35,8 +35,7 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
     Speeds are in tokens per second. `at8` is T(8)/T(1), `c` the cost of a draft step in plain
     steps. `best_k` is the fastest of KS on short answers to a prompt of each category. `speedup` is
     over plain decoding in the same engine, `over_fastest` over the baseline; both have 95 %
-    intervals over prompts, widened for the selection. Older rows have no `baseline_engine`: their
-    `over_fastest` is over the same engine.
+    intervals over prompts, widened for the selection.
     """
 
     schema_version: Literal[1] = 1
@@ -75,12 +74,7 @@ class MachineRow(Baseline, frozen=True, extra="forbid", allow_inf_nan=False):
         """Whether speculation pays; undecided if the machine was busy or 1 is in the interval."""
         if self.busy:
             return "undecided: the machine was busy"
-        verdict = pays(self.over_fastest_low, self.over_fastest_high)
-        return (
-            verdict
-            if self.baseline_engine
-            else verdict.replace("pays", "pays over the same engine")
-        )
+        return pays(self.over_fastest_low, self.over_fastest_high)
 
 
 @cache

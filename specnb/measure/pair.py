@@ -14,7 +14,7 @@ from specnb.draft.load import HEADS, check_drafter, open_pair
 from specnb.errors import InputError, require_known
 from specnb.lm.base import LanguageModel
 from specnb.machine import Neighbours, steady_threads
-from specnb.measure.auto import judge_drafts, measure_cost, route_between
+from specnb.measure.auto import measure_cost, route_between
 from specnb.measure.baseline import Baseline, time_baseline
 from specnb.measure.cost import crosses_engines
 from specnb.measure.experiment import Progress, silent
@@ -30,7 +30,6 @@ TRAINED = (HEADS, "hydra", "jump", "eagle")
 OPTIONS = {
     "heads_checkpoint": (HEADS, "jump"),
     "tree": TRAINED,
-    "self_type": ("self",),
     "arms": ("auto",),
 }
 """The drafters that accept each option."""
@@ -67,9 +66,6 @@ class PairSummary(Baseline, Summary):
     identical: bool | None = None  # tokens equal the baseline's
     fork: TextFork | None = None
     busy: bool | None = None  # other processes disturbed the run and its speeds
-    alpha: float | None = None  # accepted over tested draft tokens
-    break_even: float | None = None  # alpha above which drafting pays in this engine
-    what_paid: str | None = None  # acceptance and costs of each drafter of chains
     notes: tuple[str, ...] = ()  # caveats, such as fewer draft tokens than requested
 
 
@@ -176,16 +172,13 @@ def run_pair(
         generation = generate(target, prompt, drafter=drafter, on_round=show, **drafting)
         busy = neighbours.during(target.caps, filter(None, (baseline, generation))).busy
         generation = generation.model_copy(update={"fallback": fallback or generation.fallback})
-        # 4. Compare. Measure costs that were not needed before.
+        # 4. Compare.
         plain = baseline and baseline.tokens_per_s
         step_s = 1 / plain if plain else _step_s(target, generation)
         compared = _compare(target, baseline, generation) if baseline else {}
         fork = compared.get("fork")
         notes = _notes(target, drafter, generation, k=None if controller else k, fork=fork)
-        if drafter and not (cost or drafter.tree_nodes or drafter.chooses_k):
-            cost = measure_cost(target, drafter, most)
-        judged = judge_drafts(drafter, generation, cost, busy=busy)
-        fields = generation.summary(step_s).model_dump() | compared | judged
+        fields = generation.summary(step_s).model_dump() | compared
         summary = PairSummary(**fields, notes=notes, busy=busy)
         return PairRun(
             generation=generation, baseline=baseline, summary=summary, vocab_size=target.vocab.size
@@ -243,10 +236,6 @@ def _notes(
         and len(generation.token_ids) > 2
     ):
         notes.append(_explain_no_drafts(drafter))
-    elif drafter and k is not None and longest < generation.k:
-        notes.append(
-            f"No round drafted more than {longest} tokens; K = {generation.k} was requested."
-        )
     if longest and generation.loops:
         notes.append(
             f"The text repeats itself ({100 * generation.repeated_share:.0f} % of its sequences of "

@@ -177,7 +177,7 @@ LINES = {
 def test_counts_are_recovered_from_rounded_rates(tmp_path, text, rounds, reached):
     (tmp_path / "log.txt").write_text(f"other lines\n{text}other lines\n")
     (request,) = read_log(tmp_path / "log.txt")
-    assert len(request.accepted) == rounds and request.rounds in (None, (rounds, rounds))
+    assert len(request.accepted) == rounds
     table = by_position([request])
     assert table["accepted"].tolist() == reached and table["tested"].tolist() == [
         rounds,
@@ -198,30 +198,8 @@ def test_lines_of_a_real_server_match_its_token_counts():
     assert requests[2].drafted.count(1) == 1 and requests[2].accepted == requests[2].drafted
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
-@pytest.mark.parametrize("rounds", [7, 300, 30_000])
-def test_the_true_number_of_rounds_is_in_the_inferred_range(tmp_path, k, rounds):
-    accepted = np.random.default_rng(rounds + k).binomial(k, 0.6, rounds)
-    shares = [(accepted > n).mean() for n in range(k)]
-    total = accepted.sum()
-    line = (
-        f"draft acceptance = {total / k / rounds:.5f} "
-        f"({total:5d} accepted / {k * rounds - k // 2:5d} generated), "
-        f"mean len = {1 + total / rounds:5.2f}\n"
-        f"slot | acc per pos = ({', '.join(map('{:.3f}'.format, shares))})\n"
-    )
-    (tmp_path / "log.txt").write_text(line)
-    (request,) = read_log(tmp_path / "log.txt")
-    low, high = request.rounds
-    assert low <= rounds <= high and sum(request.accepted) == total
-    np.testing.assert_allclose(
-        by_position([request])["accepted"] / len(request.accepted), shares, atol=2e-3
-    )
-
-
 FAULTS = {
     "first draft only": Request((1,) * 150 + (0,) * 150, (3,) * 300),
-    "all accepted": Request((3,) * 300, (3,) * 300),
     "": Request((0, 1, 2, 3) * 75, (3,) * 300),
 }
 

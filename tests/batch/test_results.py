@@ -60,8 +60,8 @@ def test_runs_are_listed_and_queried_and_their_texts_are_escaped(results, specnb
     def read(*words):
         return json.loads(specnb("results", *words, "--results", str(results), "--json")[1])
 
-    rows = [(row["differs"], row["generations"], row["tokens"]) for row in read()]
-    assert rows == [("k=2", 2, 4), ("k=4", 4, 8)]
+    rows = [(row["params"], row["generations"], row["tokens"]) for row in read()]
+    assert rows == [(f'{{"k": {k}, "seed": 1}}', k, 2 * k) for k in (2, 4)]
     sql = "SELECT k_asked, sum(n_accepted) AS n FROM rounds GROUP BY k_asked ORDER BY k_asked"
     assert [row["n"] for row in read(sql)] == [2, 4]
     out = specnb("results", 'SELECT 1 AS "\x1b[31mred[b]"', "--results", str(results))[1]

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -43,11 +42,11 @@ def test_compat_judges_a_pair_with_findings_and_more_models_as_a_matrix(specnb, 
 
 
 @pytest.mark.model
-def test_describe_reports_whether_a_model_opens_and_its_drafters(specnb):
+def test_describe_reports_whether_a_model_opens(specnb):
     facts = json.loads(specnb("describe", "smollm2-135m", "--json")[1])
     expected = {"opens": "yes", "engine": "llama.cpp", "state": "attention", "n_layers": 30}
-    assert expected.items() <= facts.items() and facts["certificate"] and facts["drafts"]
-    assert facts["rewind"] in facts["strategies"] and "smollm2-135m-medusa" in facts["heads"]
+    assert expected.items() <= facts.items() and facts["certificate"]
+    assert facts["rewind"] in facts["strategies"]
     facts = json.loads(specnb("describe", "gpt-2", "--json")[1])
     assert facts["opens"].startswith("no") and "engine" not in facts
 
@@ -76,28 +75,25 @@ def models(open_with):
 
 REFUSED = {
     "--draft draft --drafter lookup": ["'draft'", "'lookup'"],
-    "--prompt ab cd": ["'ab'", "'cd'"],
-    "--prompt=": ["--prompt"],
     "--k -1": ["-1"],
     "--controller cost": ["'cost'", "cost-aware"],
     "--drafter lokup": ["'lokup'", "lookup"],
     "--draft smollm2-135m?thread=1": ["thread", "threads"],
     "--target absent.gguf": ["absent.gguf"],
-    "--self-type q2 --drafter self": ["'q2'", "q2_k"],
 }
 
 
 @pytest.mark.parametrize(("words", "parts"), REFUSED.items())
 def test_an_invalid_option_is_refused_before_a_model_is_loaded(specnb, monkeypatch, words, parts):
     monkeypatch.setattr("specnb.draft.load.load", lambda name: pytest.fail("loaded"))
-    is_mistake(specnb("generate", *["ab"] * ("prompt" not in words), *words.split(" ")), *parts)
+    is_mistake(specnb("generate", "ab", *words.split(" ")), *parts)
 
 
 FIVE = ("generate", "ab", "--target", "five", "--draft", "draft", "--k", "3", "--max-new-tokens")
 
 
 def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(
-    specnb, models, idle, monkeypatch
+    specnb, models, monkeypatch
 ):
     out = specnb(*FIVE, "10")[1]
     assert out.startswith("cdeabcdeab\n") and "\x1b" not in out
@@ -114,34 +110,6 @@ def test_generate_prints_one_sentence_the_numbers_with_v_or_one_document(
     monkeypatch.setenv("FORCE_COLOR", "1")
     green = re.findall(r"\x1b\[32m(.)", specnb(*FIVE, "6")[1].partition("\n")[0])
     assert green == [*"cdeb"], "accepted draft tokens on a terminal"
-
-
-@pytest.fixture
-def idle(monkeypatch):
-    """Report that no other process is busy."""
-    monkeypatch.setattr(
-        doctor, "check_load", lambda: doctor.Prerequisite("load", True, "0.0 of 2 cores", "")
-    )
-
-
-TIMING = [
-    "generate x --baseline --target absent.gguf",
-    "bench absent.gguf",
-    "bench absent.gguf lookup",
-    "bench absent.gguf d --page p.html",
-]
-
-
-@pytest.mark.parametrize(
-    "words", [*TIMING, "generate x --target absent.gguf", "describe absent.gguf"]
-)
-def test_every_timing_command_warns_first_that_the_machine_is_busy(specnb, monkeypatch, words):
-    busy = doctor.Prerequisite("load", None, "1.9 of 2 cores", "see top")
-    monkeypatch.setattr(doctor, "check_load", lambda: busy)
-    code, out, err = specnb(*words.split())
-    lines = errors(err)
-    assert code == 2 and out == "" and "absent.gguf" in lines[-1]
-    assert ["1.9 of 2" in line for line in lines[:-1]] == [True] * (words in TIMING)
 
 
 class Terminal(io.StringIO):
@@ -182,11 +150,8 @@ def test_lab_opens_copies_with_working_links_and_never_replaces_one(specnb, monk
         assert called.pop()[5:] == [str(opened), *words[1:]]
     assert (folder / "../figures/f.html").read_text() == "figures/f.html"
     copy.write_text("mine")
-    assert specnb("lab")[2] == ""
     (tmp_path / "notebooks/00_a.ipynb").write_text("new")
-    os.utime(copy, (1, 1))
-    (line,) = errors(specnb("lab")[2])
-    assert "00_a.ipynb" in line and copy.read_text() == "mine"
+    assert specnb("lab")[2] == "" and copy.read_text() == "mine"
     copy.unlink()
     assert specnb("lab")[2] == "" and copy.read_text() == "new"
 
@@ -196,7 +161,7 @@ def test_control_sequences_and_unencodable_characters_are_escaped(specnb, open_w
         toy.cyclic(3)._logits_of, Vocabulary(("\x1b[2J\x9b\r\n😀".encode(), b"b\tc\n", b"x"))
     )
     open_with(lambda name: hostile)
-    words = ["generate", "--target", "x", "--prompt", "x", "--max-new-tokens", "4"]
+    words = ["generate", "x", "--target", "x", "--max-new-tokens", "4"]
     out = specnb(*words)[1]
     assert not {"\x1b", "\x9b", "\r"} & set(out) and r"\x1b[2J" in out and "b\tc\n" in out
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
@@ -237,16 +202,12 @@ def runs(monkeypatch):
         (["-p", "target", ""], {"target": ""}),
     ],
 )
-def test_parameters_are_one_or_two_words_before_or_after_the_name(
-    specnb, runs, idle, words, params
-):
+def test_parameters_are_one_or_two_words_before_or_after_the_name(specnb, runs, words, params):
     for line in (["01_a", *words], [*words, "01_a"]):
         assert specnb("run", *line, "--json")[0] == 0 and runs.pop() == ("01_a", params)
 
 
-def test_no_name_runs_all_in_order_also_after_a_failure_and_invalid_parameters_none(
-    specnb, runs, idle
-):
+def test_no_name_runs_all_in_order_also_after_a_failure_and_invalid_parameters_none(specnb, runs):
     for words in (["-p", "ks"], ["-p", "ks", "1", "-p", "ks=2"]):
         is_mistake(specnb("run", "01_a", *words), "'ks'")
     is_mistake(specnb("run", "-p", "k", "1"), "-p is for one notebook, but 2 are to run")
@@ -306,7 +267,7 @@ def test_a_command_of_an_earlier_version_names_its_replacement(specnb, old):
         "lookup --row r --categories code",
     ],
 )
-def test_unsupported_output_options_are_refused_before_measuring(specnb, idle, monkeypatch, words):
+def test_unsupported_output_options_are_refused_before_measuring(specnb, monkeypatch, words):
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: pytest.fail("loaded"))
     is_mistake(
         specnb("bench", "absent.gguf", *words.split()), words[words.index("--") :].split()[0]
@@ -314,7 +275,7 @@ def test_unsupported_output_options_are_refused_before_measuring(specnb, idle, m
 
 
 def test_bench_prints_one_document_and_forward_passes_without_a_drafter(
-    specnb, idle, monkeypatch, tmp_path
+    specnb, monkeypatch, tmp_path
 ):
     monkeypatch.setattr("specnb.measure.machines.RATES", {"n_prompt": 4, "n_gen": 2, "repeats": 1})
     monkeypatch.setattr("specnb.measure.machines.load", lambda name: toy.cyclic(5))
@@ -345,7 +306,7 @@ def test_the_log_of_another_engine_is_judged_for_a_machine(specnb):
     assert "one request: no verdict" in specnb(*words)[1]
 
 
-def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb, idle):
+def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb):
     for words in (
         "generat",
         "generate --targett x",
@@ -361,12 +322,6 @@ def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb, idle
     is_mistake(specnb(*words), "heads_checkpoint")
 
 
-def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
+def test_help_fits_a_screen(specnb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert specnb("--help")[1].count("\n") <= 40
-    for command in ("generate", "bench", "sweep", "heads train", "divergence investigate"):
-        usual, every = (
-            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])})
-            for word in ("--help", "--help-all")
-        )
-        assert usual - 1 <= 12 and every >= usual, command

@@ -7,7 +7,6 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
-from specnb.compat.check import Verdict, check
 from specnb.compat.description import State, state_of
 from specnb.compat.gguf import read_gguf
 from specnb.compat.read import read_folder
@@ -79,9 +78,8 @@ def test_all_fields_of_a_folder_are_read(folder):
     assert (bare.vocab, bare.vocab_size, bare.eos, bare.mask) == (None, 272, 259, {271})
 
 
-def test_a_tokenizer_alone_is_read_and_encodes_without_special_tokens(folder):
-    d = read_folder(folder / "tokenizer.json")
-    assert (d.n_tokens, d.vocab_size, d.bos, d.eos) == (262, 262, 261, None)
+def test_text_is_encoded_without_special_tokens(folder):
+    d = read_folder(folder)
     ids = d.encode(" the<|im_end|>")
     assert ids[0] == 258 and 259 not in ids and d.vocab.raw_bytes(ids) == b" the<|im_end|>"
 
@@ -93,18 +91,6 @@ def test_older_and_nested_file_formats_are_read(tmp_path):
     nested = {"model_type": "new", "text_config": {"vocab_size": 272}, "pad_token_id": 3}
     d = read_folder(folder_of(tmp_path / "m", tokenizer, nested))
     assert (d.vocab.kind, d.pad, d.vocab_size, d.architecture) == ("bpe", 3, 272, "new")
-
-
-@pytest.mark.parametrize(
-    ("named", "kind"), [("DFlashDraftModel", "dflash"), ("LlamaForCausalLMEagle3", "eagle3")]
-)
-def test_a_drafter_without_a_tokenizer_uses_the_targets_vocabulary(folder, named, kind):
-    config = QWEN | {"architectures": [named], "dflash_config": {"mask_token_id": 271}}
-    draft = read_folder(folder_of(folder.with_name("draft"), None, config))
-    assert draft.architecture == kind and 271 in draft.mask
-    report = check(read_folder(folder), draft)
-    assert report.verdict is Verdict.DROP_IN and "rows 272, rows 272, mask" in report.summary()
-    assert f"draft-{kind}" in report.llama_cpp.reason
 
 
 def test_sentencepiece_pieces_and_fallback_bytes(tmp_path):

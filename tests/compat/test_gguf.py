@@ -10,7 +10,6 @@ from itertools import product, starmap
 import numpy as np
 import pytest
 
-from specnb.compat.check import Severity, Verdict, check
 from specnb.compat.description import State
 from specnb.compat.gguf import read_gguf
 from specnb.errors import InputError
@@ -197,29 +196,6 @@ SOUND = {"model": "gpt2", "tokens": LETTERS}
 )
 def test_an_invalid_header_raises_one_error_with_the_value(tmp_path, value, pairs):
     refused(file_of(tmp_path, *pairs), value)
-
-
-@pytest.mark.parametrize(
-    ("rows", "vocabulary", "verdict"),
-    [
-        (256, {"model": "no_vocab"}, Verdict.DROP_IN),
-        (300, {"model": "no_vocab"}, Verdict.IMPOSSIBLE),
-        (300, {"model": "gpt2", "tokens": LETTERS, "merges": ["a b"]}, Verdict.SLICING),
-    ],
-)
-def test_a_draft_head_uses_the_targets_vocabulary(tmp_path, rows, vocabulary, verdict):
-    """Its file may have no tokens: the number of rows decides. A finding names the engine."""
-    target = read_gguf(bpe_file(tmp_path))
-    facts = [pair("general.architecture", "dflash"), pair("dflash.vocab_size", rows)]
-    draft = read_gguf(file_of(tmp_path, *facts, *ggml(mask_token_id=255, **vocabulary)))
-    report = check(target, draft)
-    assert draft.mask == {255} and report.verdict is verdict
-    assert report.transformers.accepts is False and report.llama_cpp.accepts is True
-    (modified,) = (f for f in report.findings if f.topic == "modified draft")
-    assert "255" in modified.draft and "draft-dflash" in modified.remedy
-    assert modified.severity is Severity.BREAKS
-    stated = ggml(model="no_vocab", mask_token_id=rows)
-    refused(file_of(tmp_path, *facts, *stated), f"mask_token_id is {rows}")
 
 
 # ---- odd files: `describe` and `load` raise one clear error or none, and the process survives

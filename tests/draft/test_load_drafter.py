@@ -64,8 +64,6 @@ def test_self_is_a_quantized_copy_of_a_zoo_model(monkeypatch):
     for target.name in ("smollm2-135m:f16", "smollm2-135m?backend=hf&dtype=bfloat16"):
         load_drafter("self", target)
         load.assert_called_with("smollm2-135m:q4_0")
-    load_drafter("self", target, self_type="q2_k")
-    load.assert_called_with("smollm2-135m:q2_k")
 
 
 JOINED = {  # draft and target: the opened draft
@@ -101,7 +99,7 @@ def test_the_joined_name_is_opened(monkeypatch):
     load.assert_called_once_with("d.gguf?backend=hf&dtype=float32")
 
 
-def test_a_quantized_copy_is_cached_by_content_and_type(monkeypatch, tmp_path):
+def test_a_quantized_copy_is_cached_by_content(monkeypatch, tmp_path):
     source = tmp_path / "m.gguf"
     requantize = Mock(
         side_effect=lambda path, dest, kind: dest.write_bytes(path.read_bytes() + kind.encode())
@@ -109,17 +107,14 @@ def test_a_quantized_copy_is_cached_by_content_and_type(monkeypatch, tmp_path):
     monkeypatch.setenv("SPECNB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(binding, "requantize", requantize)
     source.write_bytes(b"GGUF one")
-    first = name_copy(str(source), "q4_0")
+    first = name_copy(str(source))
     assert Path(first).read_bytes() == b"GGUF oneq4_0" and first.endswith(".q4_0.gguf")
-    assert name_copy(f"{source}?backend=hf", "q4_0") == first and requantize.call_count == 1
-    assert name_copy(str(source), "q8_0") != first
+    assert name_copy(f"{source}?backend=hf") == first and requantize.call_count == 1
     source.write_bytes(b"GGUF two!")
-    assert name_copy(str(source), "q4_0") != first and requantize.call_count == 3
+    assert name_copy(str(source)) != first and requantize.call_count == 2
     # listed models, with and without a listed copy of this type
-    assert name_copy("smollm2-135m", "q4_0") == "smollm2-135m:q4_0"
+    assert name_copy("smollm2-135m") == "smollm2-135m:q4_0"
     monkeypatch.setattr(files, "zoo_file", lambda name: source)
-    assert Path(name_copy("qwen2.5-coder-1.5b", "q4_0")).read_bytes() == b"GGUF two!q4_0"
-    with pytest.raises(InputError, match="q9"):
-        refuse_copy(str(source), self_type="q9")
+    assert Path(name_copy("qwen2.5-coder-1.5b")).read_bytes() == b"GGUF two!q4_0"
     with pytest.raises(InputError, match="hf:ORG/NAME"):
         refuse_copy("hf:ORG/NAME")

@@ -1,6 +1,5 @@
 """Model names: all forms, their options, and errors with a remedy for invalid names."""
 
-from functools import partial
 from unittest.mock import Mock
 
 import numpy as np
@@ -10,12 +9,10 @@ import torch
 from specnb import machine
 from specnb.compat.read import describe
 from specnb.decode.generate import generate
-from specnb.errors import FetchError, InputError, MemoryShortError
-from specnb.lm import load as loading
+from specnb.errors import FetchError, InputError
 from specnb.lm.files import ENTRIES, local_file, parse, typed_options, weights_bytes
-from specnb.lm.load import load, room_for_both
+from specnb.lm.load import load
 from specnb.lm.toy import markov
-from specnb.measure.pair import run_pair
 from tests.tiny_models import llama_gguf, torch_folder
 
 FORMS = {
@@ -170,30 +167,6 @@ def test_missing_or_ambiguous_types_and_a_missing_network_raise_errors(hub, monk
         in generate(markov(8), [1], drafter="hf:ORG/NAME:Q8_0", max_new_tokens=2).fallback
     )
     assert hub == []
-
-
-# ---- memory for two models
-
-
-def test_memory_for_draft_and_target_is_checked_before_loading(monkeypatch):
-    free = {}
-    monkeypatch.setattr(machine, "free_bytes", free.get)
-    target, draft = "smollm2-135m:f32", "smollm2-135m:f16"  # 515 and 258 MiB, and a margin of 256
-    free["cpu"] = 1040 << 20
-    assert room_for_both(target, draft) == (draft, None)
-    free["cpu"] = 1020 << 20
-    refused, reason = room_for_both(target, draft)
-    assert refused is None and "MemoryShortError" in reason
-    on_gpu = f"{draft}?gpu_layers=99"
-    for other in (None, "lookup", "self", "smolm2", on_gpu):  # no model, unknown, elsewhere
-        assert room_for_both(target, other) == (other, None)
-    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("a model was opened"))
-    for run in (
-        partial(run_pair, target, draft, "a"),
-        partial(generate, target, "a", drafter=draft),
-    ):
-        with pytest.raises(MemoryShortError, match=draft):
-            run(strict=True)
 
 
 def test_weights_count_all_parts_in_the_requested_type(tmp_path):

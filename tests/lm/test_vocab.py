@@ -1,8 +1,6 @@
 """Bytes of token ids, comparison of vocabularies, and chat templates as in transformers."""
 
 import copy
-import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +8,6 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from specnb.errors import InputError, VocabularyMismatch
-from specnb.lm import chat
 from specnb.lm.chat import render_chat
 from specnb.lm.hf.files import tokenizer_vocabulary
 from specnb.lm.vocab import Vocabulary, first_difference, require_same
@@ -129,30 +126,6 @@ def test_a_hostile_or_broken_template_raises_one_error_and_has_no_effect():
         with pytest.raises(InputError, match="template"):
             render_chat(Vocabulary((b"<s>",), chat_template=template), MESSAGES)
     assert before == MESSAGES
-
-
-ENDLESS = (
-    "{% for i in range(10**5) %}{% for j in range(10**5) %}{% endfor %}{% endfor %}",
-    (
-        "{% for i in range(10**5) %}{% for j in range(10**5) %}{{ loop.index }}"
-        "{% endfor %}{% endfor %}"
-    ),
-    "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "{% for i in range(10**5) %}{{ range(10**5) | map('string') | join | length }}{% endfor %}",
-)
-
-
-@pytest.mark.parametrize("template", ENDLESS)
-def test_an_endless_template_is_stopped_in_any_thread(template, monkeypatch):
-    monkeypatch.setattr(chat, "MAX_S", 0.2)
-    trace = sys.gettrace()
-    vocab = Vocabulary((b"<s>",), chat_template=template)
-    with ThreadPoolExecutor(1) as pool:
-        late = pool.submit(render_chat, vocab, MESSAGES).exception(timeout=60)
-    with pytest.raises(InputError, match="template"):
-        render_chat(vocab, MESSAGES)
-    assert isinstance(late, InputError)
-    assert sys.gettrace() is trace
 
 
 def test_the_default_of_named_templates_is_used(byte_level):

