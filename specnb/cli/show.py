@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 UNKNOWN = 125
 """Exit code if nothing could be judged: `git bisect run` skips it; 1 to 124 mean a bad commit."""
+EPILOG = "More options: --help-all."
 FOLDED = 13
 """Width to which a column of text may be folded."""
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -39,7 +40,18 @@ Part = tuple[str, list[str], list]
 """A table: its title, its columns (shown unless all are ""), and its rows."""
 
 
-class TakesPairs(TyperCommand):
+class Command(TyperCommand):
+    """A command whose `--help` shows the most common options, and whose `--help-all` shows all."""
+
+    def parse_args(self, ctx, args):
+        if "--help-all" in args:
+            for parameter in self.params:
+                parameter.hidden = False  # pyright: ignore[reportAttributeAccessIssue]
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
+
+class TakesPairs(Command):
     """A command whose `-p` takes NAME VALUE or NAME=VALUE; typer has no lists of pairs."""
 
     def parse_args(self, ctx, args):
@@ -61,11 +73,14 @@ class App(Typer):
             rows = OPTIONS.get(function.__module__.rpartition(".")[2], {}).get(
                 function.__name__, {}
             )
-            for parameter, option in declarations(rows):
+            declared = dict(declarations(rows))
+            for parameter, option in declared.items():
                 function.__annotations__[parameter] = Annotated[
                     function.__annotations__[parameter], option
                 ]
-            return super(App, self).command(name, **options)(function)
+            rare = any(option.hidden for option in declared.values())
+            defaults = {"cls": Command, "epilog": EPILOG if rare else None}
+            return super(App, self).command(name, **defaults | options)(function)
 
         return register
 
@@ -81,7 +96,7 @@ def declarations(rows: Mapping[str, Any], panel: str | None = None) -> Iterator[
             continue
         facts: dict[str, Any] = {"help": row} if isinstance(row, str) else dict(row)
         facts["help"] = facts["help"].format(drafters=", ".join(DRAFTERS))
-        facts["rich_help_panel"] = panel
+        facts |= {"rich_help_panel": panel, "hidden": facts.pop("rare", False)}
         if facts.pop("argument", False):
             yield name, Argument(**facts)
         else:  # by default, typer would add --no-…, and turn k into -k

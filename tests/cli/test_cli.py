@@ -322,6 +322,12 @@ def test_invalid_words_exit_with_two_and_show_the_usage_or_one_line(specnb):
     is_mistake(specnb(*words), "heads_checkpoint")
 
 
-def test_help_fits_a_screen(specnb, monkeypatch):
+def test_help_fits_a_screen_and_shows_at_most_twelve_options_of_a_command(specnb, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert specnb("--help")[1].count("\n") <= 40
+    for command in ("generate", "bench", "sweep", "heads train", "divergence investigate"):
+        usual, every = (
+            len({*re.findall(r"--[a-z-]+ ", specnb(*command.split(), word)[1])})
+            for word in ("--help", "--help-all")
+        )
+        assert usual - 1 <= 12 and every >= usual, command
