@@ -308,22 +308,22 @@ def checks(record: RunRecord) -> pd.DataFrame:
     )
     rows = [
         (
-            "greedy runs equal to the baseline, or forked at a near-tie",
+            "greedy texts equal plain decoding, or diverge at a near-tie",
             len(greedy),
             len(same) + forks,
         ),
         (
-            "runs of which every round commits at most n_accepted + 1 tokens",
+            "no round commits more than its accepted tokens and one more",
             len(live),
             len(live) * sound,
         ),
-        ("baselines with tau = 1", len(plain), (plain["tau"] == 1).sum()),
+        ("plain decoding commits one token per pass", len(plain), (plain["tau"] == 1).sum()),
     ]
     if "replay" in record.measurements:
         replay = replay_rows(record, live=True).query("temperature == 0")
         equal = same.merge(replay, on=["prompt_id", "k", "rounds", "drafted", "accepted"])
         rows.append(
-            ("greedy replays that make the rounds of their live run", len(same), len(equal))
+            ("greedy replays have the rounds of their live runs", len(same), len(equal))
         )
     return check_table(rows)
 

@@ -299,7 +299,8 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
         )
     if wrong.any():
         start = "the fault starts here "
-        figure.add_vline(wrong.idxmax(), annotation_text=start, annotation_position="top left")
+        where = {"annotation_text": start, "annotation_position": "top left"}
+        figure.add_vline(wrong.idxmax(), line_width=1, **where)
     _name_layers(figure, table["module"], range(len(table)))
     return dress(figure, "misleading", title_text=title)
 

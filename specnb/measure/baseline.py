@@ -96,8 +96,8 @@ class Baseline(BaseModel, frozen=True):
             return ""
         return (
             f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}. Unless the baseline's speed changed by the same "
-            "factor, ratios to the fastest are off by up to as much, beyond their intervals."
+            f"{'more' if change > 0 else 'less'}. Unless the fastest changed alike, "
+            f"ratios to it are up to {abs(change):.0%} too {'low' if change > 0 else 'high'}."
         )
 
 
