@@ -322,9 +322,7 @@ def checks(record: RunRecord) -> pd.DataFrame:
     if "replay" in record.measurements:
         replay = replay_rows(record, live=True).query("temperature == 0")
         equal = same.merge(replay, on=["prompt_id", "k", "rounds", "drafted", "accepted"])
-        rows.append(
-            ("greedy replays have the rounds of their live runs", len(same), len(equal))
-        )
+        rows.append(("greedy replays have the rounds of their live runs", len(same), len(equal)))
     return check_table(rows)
 
 

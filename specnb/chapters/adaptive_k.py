@@ -16,7 +16,7 @@ import plotly.express as px
 import plotly.graph_objects as go
 
 from specnb.book.claims import Estimate, ratio
-from specnb.book.style import STYLE, dots, dress, error_bars, looks, readable
+from specnb.book.style import STYLE, dots, dress, error_bars, looks, name_panels, readable
 from specnb.book.tables import baseline, live_rows
 from specnb.decode.content import detect
 from specnb.decode.control import Controller, FixedK
@@ -537,9 +537,12 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
         named,
         x="token",
         y="k",
+        facet_col="policy",
+        facet_col_wrap=1,
         line_shape="hv",
-        **looks("policy", named["policy"], by=["line_dash"]),
+        **looks("policy", named["policy"], by=()),
     )
+    name_panels(figure)
     _name_contents(figure, frame[frame["policy"] == frame["policy"].iloc[0]])
     medians = named.groupby("policy", sort=False)["k"].median()
     title = ", ".join(f"{policy} {k:g}" for policy, k in medians.items())
@@ -552,6 +555,7 @@ def k_over_time(frame: pd.DataFrame, drafter: str) -> go.Figure:
 
 def _name_contents(figure: go.Figure, rows: pd.DataFrame) -> None:
     """Draw a line where each content begins, labeled above."""
-    figure.update_layout(margin_t=130, title_y=0.93)
+    figure.update_layout(margin_t=130, title_y=0.95)
     for start in rows[rows["content"] != rows["content"].shift()].itertuples():
-        figure.add_vline(start.token, annotation_text=start.content, **STYLE["content"])
+        figure.add_vline(start.token, **STYLE["content"])
+        figure.add_annotation(x=start.token, text=start.content, **STYLE["content_name"])

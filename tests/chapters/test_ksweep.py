@@ -30,7 +30,7 @@ SMALL = KSweepParams(
     live_prompts=2,
     replayed=[],
 )
-REPLAYS = "greedy replays that make the rounds of their live run"
+REPLAYS = "greedy replays have the rounds of their live runs"
 
 
 def opened(patch):
