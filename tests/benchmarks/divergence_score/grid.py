@@ -64,10 +64,8 @@ class GridCase:
         return RecordedFault(FAULTS[self.fault], **layer, **self.options)
 
 
-def cases(
-    script: Script, *, seed: int, faults: Sequence[str], layers: Sequence[int]
-) -> list[GridCase]:
-    """Return all cases of these faults and a text."""
+def cases(script: Script, *, seed: int, layers: Sequence[int]) -> list[GridCase]:
+    """Return all cases of a text."""
     return [
         # The options of a case do not depend on the other cases.
         GridCase(
@@ -77,7 +75,7 @@ def cases(
                 name, script, np.random.default_rng([seed, [*FAULTS].index(name), layer or 0])
             ),
         )
-        for name in faults
+        for name in FAULTS
         for layer in _layers(name, layers)
     ]
 

@@ -49,24 +49,15 @@ def right(rows: pd.DataFrame) -> pd.Series:
     return rows["structural"] & (rows["module"] == rows["expected"])
 
 
-def near(rows: pd.DataFrame) -> pd.Series:
-    """Tell whether that module, or a direct child of it, was named."""
-    holder = rows["module"].str.replace(r"\.?[^.]*$", "", regex=True)
-    return right(rows) | (
-        rows["structural"] & (holder == rows["expected"]) & (rows["module"] != NOTHING)
-    )
-
-
 def shares(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
     """Count how often module, token and cause of faults were right, with 95 % Wilson intervals.
 
-    Columns: n, then for each of module, near, token, exact, cause: its share, and `_low` and
+    Columns: n, then for each of module, token, exact, cause: its share, and `_low` and
     `_high`. Tools that name no tokens or causes have 0 there.
     """
     faults = rows[rows["kind"] == "fault"]
     hits = {
         "module": right(faults),
-        "near": near(faults),
         "token": faults["token"],
         "exact": faults["exact"],
         "cause": faults["structural"] & (faults["rank"] == 1),

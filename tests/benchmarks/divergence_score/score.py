@@ -22,7 +22,7 @@ from tests.benchmarks.divergence_score.grid import Subject, cases, examined
 from tests.benchmarks.divergence_score.tools import LAB, TELLS_TOKEN
 
 BY_TOOL = ["tool", "against"]
-TABLES = ("by_tool", "by_fault", "misses", "false_alarms")
+TABLES = ("by_tool", "by_fault")
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,7 @@ class Part:
 
     dtype: str
     seed: int
-    faults: tuple[str, ...]
     layers: tuple[int, ...]
-    controls: bool
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,6 @@ class Score:
         """Return the lab's shares of right answers, one row per fault and dtype."""
         return rows.shares(self.rows[self.rows["tool"] == LAB], ["name", "dtype"])
 
-    def misses(self) -> pd.DataFrame:
-        """Return the faults whose module, token or first cause the lab got wrong."""
-        own = self._of_lab("fault")
-        return own[~(rows.right(own) & own["token"] & (own["rank"] == 1))].reset_index(drop=True)
-
-    def false_alarms(self) -> pd.DataFrame:
-        """Return the controls in which the lab named a module."""
-        own = self._of_lab("control")
-        return own[own["structural"]].reset_index(drop=True)
-
     def document(self) -> dict[str, Any]:
         """Return a JSON document of the tables and facts, which `picture` reads."""
         tables = {
@@ -84,41 +72,32 @@ class Score:
         self.rows.to_parquet(path, index=False)
         write_json(path.with_suffix(".json"), self.document())
 
-    def _of_lab(self, kind: str) -> pd.DataFrame:
-        return self.rows[(self.rows["kind"] == kind) & (self.rows["tool"] == LAB)]
-
 
 def score(
     *,
     seeds: int = 3,
     layers: Sequence[int] | None = None,
     dtypes: Sequence[str] = tuple(DTYPES),
-    faults: Sequence[str] | None = None,
-    controls: bool = True,
     workers: int = 1,
     progress: Progress = silent,
 ) -> Score:
-    """Run the grid on the embedded pair and score it; `layers` and `faults` None: all.
+    """Run the grid on the embedded pair and score it; `layers` None: all.
 
-    `seeds` is the number of models, each with its own text. `controls` also runs the false-alarm
-    controls. `workers` processes take one model and dtype at a time, with one thread each if there
-    are several. Raises InputError for a fault that did not act.
+    `seeds` is the number of models, each with its own text. `workers` processes take one model and
+    dtype at a time, with one thread each if there are several. Raises InputError for a fault that did not act.
     """
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
-    chosen = tuple(FAULTS) if faults is None else tuple(faults)
-    parts = [
-        Part(dtype, seed, chosen, every, controls) for seed in range(seeds) for dtype in dtypes
-    ]
+    parts = [Part(dtype, seed, every) for seed in range(seeds) for dtype in dtypes]
     done = dict(_run(parts, workers, progress))
     ran = {
         "seeds": list(range(seeds)),
         "dtypes": list(dtypes),
-        "faults": list(chosen),
+        "faults": list(FAULTS),
         "layers": list(every),
     }
     facts = {
-        "ran": ran | {"controls": controls},
+        "ran": ran,
         "provenance": provenance(seeds={"pair": ran["seeds"]}),
     }
     return Score(pd.concat([done[part] for part in parts], ignore_index=True), facts)
@@ -154,10 +133,10 @@ def measured(part: Part, note: Callable[[str], None] = lambda _: None) -> pd.Dat
     subject = Subject(part.dtype, part.seed)
     collected = []
     lab = subject.lab
-    for case in cases(lab.script, seed=part.seed, faults=part.faults, layers=part.layers):
+    for case in cases(lab.script, seed=part.seed, layers=part.layers):
         note(case.says)
         collected += examined(subject, case)
-    for name in CONTROLS if part.controls else ():
+    for name in CONTROLS:
         note(name)
         collected += controlled(subject, name)
     return pd.DataFrame(collected, columns=rows.COLUMNS)

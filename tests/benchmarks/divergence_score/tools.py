@@ -22,20 +22,18 @@ CLOSE = MappingProxyType({"float64": 1e-7, "float32": 1.3e-6, "float16": 1e-3, "
 CLOSE_ABSOLUTE = MappingProxyType(
     {"float64": 1e-7, "float32": 1e-5, "float16": 1e-5, "bfloat16": 1e-5}
 )
-SHARES = (0.001, 0.003, 0.01, 0.03, 0.1)
-"""Thresholds of mean and standard deviation: the notes use 1 %; others may do better."""
-LOOSER = (1, 10, 100)
-"""Factors on the tolerances of allclose, which are tight for bfloat16; 0: the first bit."""
-COSINES = (0.99, 0.999)
-"""The threshold of msprobe, and a tighter one."""
+SHARE = 0.01
+"""The notes' threshold of mean and standard deviation."""
+COSINE = 0.999
+"""Tighter than the threshold of msprobe, 0.99."""
 
 
 def differences(run: Alignment, sound: Alignment, dtype: str) -> pd.DataFrame:
     """Return a row for each forward pass and output that both runs have, in order of time.
 
     Columns: feed, order, module, `moved` (distance of the means, in standard deviations), `spread`
-    (relative distance of the standard deviations), `cosine`, and `close x0`, `close x1`, …: the
-    first position that is not within that many tolerances (-1: none).
+    (relative distance of the standard deviations), `cosine`, and `same` and `close`: the first
+    position with other bits, and not within the tolerances (-1: none).
     """
     rows = []
     for order, (key, (theirs, *_)) in enumerate(run.whole.items()):
@@ -56,7 +54,8 @@ def differences(run: Alignment, sound: Alignment, dtype: str) -> pd.DataFrame:
         "moved",
         "spread",
         "cosine",
-        *(f"close x{n}" for n in (0, *LOOSER)),
+        "same",
+        "close",
     ]
     return pd.DataFrame(rows, columns=columns).sort_values(["feed", "order"], ignore_index=True)
 
@@ -70,11 +69,8 @@ def _measured(
     norms = np.linalg.norm(ours) * np.linalg.norm(theirs)
     cosine = float((ours * theirs).sum() / norms) if norms else float(np.array_equal(ours, theirs))
     same = (theirs == ours) | (np.isnan(theirs) & np.isnan(ours))
-    close = [
-        np.isclose(theirs, ours, rtol=n * CLOSE[dtype], atol=n * CLOSE_ABSOLUTE[dtype])
-        for n in LOOSER
-    ]
-    return moved, spread, cosine, *(_first_off(one, positions) for one in (same, *close))
+    close = np.isclose(theirs, ours, rtol=CLOSE[dtype], atol=CLOSE_ABSOLUTE[dtype])
+    return moved, spread, cosine, _first_off(same, positions), _first_off(close, positions)
 
 
 def _first_off(close: np.ndarray, positions: np.ndarray) -> int:
@@ -90,20 +86,16 @@ Rule = Callable[[pd.DataFrame], pd.Series]
 """Marks the rows of `differences` that count as different."""
 
 
-TELLS_TOKEN: Mapping[str, str] = MappingProxyType(
-    {"first other bit": "close x0"}
-    | {f"allclose x{n}" if n > 1 else "allclose": f"close x{n}" for n in LOOSER}
-)
+TELLS_TOKEN: Mapping[str, str] = MappingProxyType({"first other bit": "same", "allclose": "close"})
 """The rules that name a token, with the column of its position."""
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     # "not within", so that NaN counts as different
     {
-        f"mean/std {n:.1%}": lambda rows, n=n: ~(rows[["moved", "spread"]] <= n).all(axis=1)
-        for n in SHARES
+        f"mean/std {SHARE:.1%}": lambda rows: ~(rows[["moved", "spread"]] <= SHARE).all(axis=1),
+        f"cosine {COSINE}": lambda rows: ~(rows["cosine"] >= COSINE),
     }
-    | {f"cosine {least}": lambda rows, least=least: ~(rows["cosine"] >= least) for least in COSINES}
     | {name: lambda rows, column=column: rows[column] >= 0 for name, column in TELLS_TOKEN.items()}
 )
 """Tools by name."""
