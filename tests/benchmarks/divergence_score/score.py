@@ -84,7 +84,8 @@ def score(
     """Run the grid on the embedded pair and score it; `layers` None: all.
 
     `seeds` is the number of models, each with its own text. `workers` processes take one model and
-    dtype at a time, with one thread each if there are several. Raises InputError for a fault that did not act.
+    dtype at a time, with one thread each if there are several. Raises InputError for a fault that
+    did not act.
     """
     n_layers = SHAPES["draft"]["num_hidden_layers"]
     every = tuple(range(n_layers)) if layers is None else tuple(layers)
