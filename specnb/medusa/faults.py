@@ -34,12 +34,6 @@ TWO_NORMS = f"{STEPS} steps with two norms"
 """The short trainings. Controls: all steps with nonzero LR, and the final norm applied twice."""
 NONE = "none"
 """The diagnosis of sound heads."""
-SHARES = ("right", "right_normed_once", "copies")
-"""Shares that distinguish faults, along the backbone's own text.
-
-Accuracy of the first head; its accuracy if the norm is applied once; and the share of all heads'
-most likely tokens that equal the backbone's next token.
-"""
 
 
 class DyingRecipe(Recipe):
@@ -131,8 +125,10 @@ def recognise(
     """Judge the planted heads and return one row per fault.
 
     Columns: planted (the fault); of greedy chains, alpha_1, accepted and tested draft tokens at
-    position 1, and tau; SHARES; `failed` gates, `diagnoses` with evidence; the `expected` diagnosis
-    and the one `named` (NONE for sound heads), and whether they `agree`.
+    position 1, and tau; along the backbone's own text, how often the first head is `right`, and
+    `right_normed_once` if the norm is applied once, and the share of most likely tokens that are
+    `copies` of the backbone's next one; `failed` gates, `diagnoses` with evidence; the `expected`
+    diagnosis and the one `named` (NONE for sound heads), and whether they `agree`.
     """
     rows = []
     for done, (fault, (heads, report)) in enumerate(planted.items()):
