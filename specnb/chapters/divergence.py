@@ -273,9 +273,8 @@ def misleading_figure(investigation: Investigation) -> go.Figure:
     if wrong.any():
         first = table.loc[wrong.idxmax()]
         title = (
-            f"Only its own error shows which module is wrong. Where the fault starts ({setup.id}),"
-            f"<br>the output's values are off by {first['relative_l2']:.0%}, "
-            f"its standard deviation by {first['std']:.1%}"
+            f"Where the fault starts ({setup.id}), the output's values are off by "
+            f"{first['relative_l2']:.0%},<br>its standard deviation by {first['std']:.1%}"
         )
     lines = table[["std", "relative_l2"]].set_axis(
         ["output's standard deviation", "output's values (relative L2)"], axis=1

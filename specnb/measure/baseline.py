@@ -94,10 +94,11 @@ class Baseline(BaseModel, frozen=True):
         change = round(live, 1) / round(self.plain_tokens_per_s, 1) - 1  # of the printed speeds
         if abs(change) <= AGREES:
             return ""
+        off = abs(1 / (1 + change) - 1)
         return (
             f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}. Unless the fastest changed alike, "
-            f"ratios to it are up to {abs(change):.0%} too {'low' if change > 0 else 'high'}."
+            f"{'more' if change > 0 else 'less'}. If the fastest did not change with them, "
+            f"ratios to it are {off:.0%} too {'low' if change > 0 else 'high'}."
         )
 
 

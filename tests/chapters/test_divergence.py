@@ -25,7 +25,7 @@ def wrong(study):
 
 def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
     def judged(investigation):
-        values = read_fixed() | divergence.divergence_values(investigation)
+        values = read_fixed() | divergence.divergence_values(investigation) | {"scaled_ratio": 4.4}
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
 
     outcomes = wrong.outcomes
@@ -33,7 +33,8 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
     before = judged(wrong)
     after = judged(sound)
     for value in ("kept_less", "begins_between"):
-        assert (before[value]["verdict"], after[value]["verdict"]) == ("reproduced", "corrected")
+        assert before[value]["note"] == "for the planted fault: reproduced"
+        assert after[value]["note"] == "for the planted fault: corrected"
     for value in ("read_alike", "wrong_unrun", "wrong_same_shape", "foreign"):
         assert before[value]["verdict"] == after[value]["verdict"] == "undecided"
         assert before[value]["note"] == "for the planted fault: corrected"
@@ -41,6 +42,7 @@ def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
             after[value]["note"] == before[value]["note"].replace("corrected", "reproduced")
             or value == "foreign"
         )
+    assert before["scaled_ratio"]["note"] == "for the planted fault: explained"
     assert before["at_bank_0"]["note"] == "for the planted fault: reproduced"
     assert before["banks_alone"]["verdict"] == "undecided"
     few = replace(wrong, outcomes={name: outcomes[name] for name in ("S0", "S0w", "S1", "S3")})
