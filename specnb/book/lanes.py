@@ -142,7 +142,7 @@ def _ending(record: RunRecord) -> list[str]:
         f"This prompt{best}: {first:.2f} times as fast as plain decoding in the same engine.",
         f"All prompts ({n}): {whole:.2f} times{identical}.",
         (
-            "All, over the fastest plain decoding of the same weights "
+            "All, over the fastest plain decoding "
             f"({fastest.baseline_engine}, {fastest.baseline_tokens_per_s:.1f} tokens/s): "
             f"{over_fastest:.2f} times.{quick}"
         ),

@@ -452,7 +452,7 @@ def draw_worst(table: pd.DataFrame) -> go.Figure:
     rows = table.reset_index()
     least = rows.groupby("policy")["worst"].min()
     title = (
-        f"On every content and machine, {label(least.idxmax())} has {least.max():.0%} "
+        f"Predicted on the worst content: {label(least.idxmax())} has {least.max():.0%} "
         "of the best fixed K's speed<br>"
         f"or more; {label(least.idxmin())} has as little as {least.min():.0%}"
     )
