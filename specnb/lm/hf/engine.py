@@ -179,7 +179,7 @@ def cache_argument(model: PreTrainedModel) -> str:
 
 def final_norm(net: PreTrainedModel) -> torch.nn.Module:
     """Return the norm between the last layer and lm_head. Raises InputError unless it is unique."""
-    width = net.get_output_embeddings().weight.shape[1]
+    width = net.get_output_embeddings().in_features
     children = net.get_decoder().named_children()
     norms = {
         n: c for n, c in children if getattr(getattr(c, "weight", None), "shape", ()) == (width,)

@@ -72,7 +72,7 @@ class LayerStates:
     def __init__(self, engine: TorchEngine, layers: Sequence[int], n_ctx: int) -> None:
         self._engine = engine
         net = engine.model
-        width = net.get_output_embeddings().weight.shape[1]
+        width = net.get_output_embeddings().in_features
         self._states = torch.empty(n_ctx, len(layers), width, dtype=net.dtype, device=net.device)
         self.close = engine.listen(self._receive, layers)
 
