@@ -90,15 +90,15 @@ class Baseline(BaseModel, frozen=True):
 
         Then `speedup` and `share` were measured in different states of the machine.
         """
-        live = self.live_tokens_per_s or self.plain_tokens_per_s
-        change = round(live, 1) / round(self.plain_tokens_per_s, 1) - 1  # of the printed speeds
+        plain = round(self.plain_tokens_per_s, 1)  # as printed
+        live = round(self.live_tokens_per_s or plain, 1)
+        change = live / plain - 1
         if abs(change) <= AGREES:
             return ""
-        off = abs(1 / (1 + change) - 1)
         return (
             f"The experiment's own plain runs had {live:.1f} tokens/s, {abs(change):.0%} "
-            f"{'more' if change > 0 else 'less'}. If the fastest did not change with them, "
-            f"ratios to it are {off:.0%} too {'low' if change > 0 else 'high'}."
+            f"{'more' if change > 0 else 'less'}. If only this target changed, ratios "
+            f"to the fastest are {abs(plain / live - 1):.0%} too {'low' if change > 0 else 'high'}."
         )
 
 

@@ -23,9 +23,12 @@ def wrong(study):
     return study.investigate()
 
 
-def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(wrong):
+def test_claims_about_the_case_depend_on_the_results_of_the_set_ups(study, wrong):
+    scaled = replace(wrong, outcomes=wrong.outcomes | {"S3": study.scale_target(5)})
+    extra = {"scaled_ratio": divergence.divergence_values(scaled)["output_ratio"]}
+
     def judged(investigation):
-        values = read_fixed() | divergence.divergence_values(investigation) | {"scaled_ratio": 4.4}
+        values = read_fixed() | divergence.divergence_values(investigation) | extra
         return {claim.value: claim.judge(values) for claim in claims_of("06_divergence")}
 
     outcomes = wrong.outcomes

@@ -113,12 +113,18 @@ def test_the_interval_over_the_baseline_includes_the_baselines_own():
 
 
 @pytest.mark.parametrize(
-    ("live", "said"), [(None, ""), (9.8, ""), (8.0, "20% less"), (13.0, "30% more")]
+    ("live", "said", "off"),
+    [
+        (None, "", ""),
+        (9.8, "", ""),
+        (8.0, "20% less", "25% too high"),
+        (13.0, "30% more", "23% too low"),
+    ],
 )
-def test_another_speed_during_the_experiment_is_reported(live, said):
+def test_another_speed_during_the_experiment_is_reported(live, said, off):
     speeds = {"baseline_tokens_per_s": 20.0, "plain_tokens_per_s": 10.0, "live_tokens_per_s": live}
     drift = Baseline(baseline_engine="x", **speeds).drift
-    assert said in drift and bool(said) == bool(drift)
+    assert said in drift and off in drift and bool(said) == bool(drift)
 
 
 def test_a_rival_that_cannot_be_opened_is_reported_with_the_reason(timed, monkeypatch):
